@@ -1,0 +1,111 @@
+"""How an engine is set up. Names follow the command-line flags (``--page-size`` is ``page_size``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.core.errors import ConfigError
+
+MIB = 1 << 20
+SharedUpdates = Literal["shared", "upload", "functional"]
+
+
+@dataclass
+class EngineConfig:
+    """Engine settings, checked on construction; everything has a default that serves the default model on a laptop.
+
+    Attributes:
+        model: ``"default"``, a Hugging Face folder, or a ``.gguf`` file.
+        served_model_name: name clients use; by default the model's own name. ``"default"`` always works too.
+        dtype: ``"auto"`` (float32 on CPU, bfloat16 on GPU), ``"float32"`` or ``"bfloat16"``.
+        load_format: ``"auto"`` reads the checkpoint; ``"dummy"`` fills random weights of the right shapes.
+        page_size: tokens per KV page, 1 .. 64.
+        num_pages: KV pages in the pool; None sizes it from ``mem_fraction_static`` and the context length.
+        mem_fraction_static: most of the free memory that weights and KV pool may take together.
+        context_length: most tokens (prompt + output) of a sequence; None takes the model's.
+        max_running_requests: most sequences that decode together; also the number of slots.
+        max_queued_requests: most requests that wait; one more is refused.
+        chunked_prefill_size: most prompt tokens computed in one step.
+        prefill_token_buckets: compiled prefill sizes; None derives them from ``chunked_prefill_size``.
+        decode_batch_buckets: compiled decode batch sizes (``--cuda-graph-bs``); None derives powers of two.
+        attention_backend: name of a registered backend, or ``"auto"``.
+        prefill_attention_backend / decode_attention_backend: children of the ``hybrid`` backend.
+        disable_overlap_schedule: collect each step before planning the next.
+        force_coarse_war_barrier: always wait for the whole execution instead of the read-done event.
+        disable_war_barrier: no barrier at all; unsound, for experiments. Needs ``allow_unsafe``.
+        allow_unsafe: accept settings that can corrupt output.
+        shared_read_marker: compile the read-done marker into programs; False hoists the reads in front instead.
+        compat_unsound_fallback: with no marker, publish before the reads end, as the original does. Unsafe.
+        shared_updates: how control rows reach the device: ``"shared"`` writes them in place; ``"upload"`` and
+            ``"functional"`` exist to be compared with it.
+        seed: seed of the seeds drawn for requests that bring none; None draws from the system.
+        fence_timeout_s: longest wait for a record before a step is failed.
+        compilation_cache_dir: persistent XLA cache; ``""`` disables it, None takes the default folder.
+        skip_warmup: compile programs when first used instead of at start (for tests and one-shot commands).
+        hold_points: compile hold points into programs so that tests can stall them.
+    """
+
+    model: str = "default"
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    page_size: int = 16
+    num_pages: int | None = None
+    mem_fraction_static: float = 0.8
+    context_length: int | None = None
+    max_running_requests: int = 8
+    max_queued_requests: int = 2048
+    chunked_prefill_size: int = 256
+    prefill_token_buckets: tuple[int, ...] | None = None
+    decode_batch_buckets: tuple[int, ...] | None = None
+    attention_backend: str = "auto"
+    prefill_attention_backend: str | None = None
+    decode_attention_backend: str | None = None
+    disable_overlap_schedule: bool = False
+    force_coarse_war_barrier: bool = False
+    disable_war_barrier: bool = False
+    allow_unsafe: bool = False
+    shared_read_marker: bool = True
+    compat_unsound_fallback: bool = False
+    shared_updates: SharedUpdates = "shared"
+    seed: int | None = None
+    fence_timeout_s: float = 60.0
+    compilation_cache_dir: str | None = None
+    skip_warmup: bool = False
+    hold_points: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_range("page_size", 1, 64)
+        for name in ("max_running_requests", "chunked_prefill_size", "max_queued_requests"):
+            self._check_range(name, 1, None)
+        for name in ("num_pages", "context_length"):
+            if getattr(self, name) is not None:
+                self._check_range(name, 1, None)
+        if not 0.0 < self.mem_fraction_static <= 1.0:
+            raise ConfigError(f"--mem-fraction-static must be in (0, 1], got {self.mem_fraction_static}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"--load-format must be auto or dummy, got {self.load_format!r}")
+        if self.shared_updates not in ("shared", "upload", "functional"):
+            raise ConfigError(f"shared_updates must be shared, upload or functional, got {self.shared_updates!r}")
+        for name in ("prefill_token_buckets", "decode_batch_buckets"):
+            buckets = getattr(self, name)
+            if buckets is not None:
+                if not buckets or any(not isinstance(b, int) or b < 1 for b in buckets):
+                    raise ConfigError(f"{name} must be positive integers, got {buckets!r}")
+                setattr(self, name, tuple(sorted(set(buckets))))
+        if self.fence_timeout_s <= 0:
+            raise ConfigError(f"fence_timeout_s must be > 0, got {self.fence_timeout_s}")
+        if not self.allow_unsafe:
+            for name in ("disable_war_barrier", "compat_unsound_fallback"):
+                if getattr(self, name):
+                    flag = "--" + name.replace("_", "-")
+                    raise ConfigError(f"{flag} can corrupt output; add --allow-unsafe if this is an experiment")
+
+    def _check_range(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            wanted = f">= {low}" if high is None else f"in [{low}, {high}]"
+            raise ConfigError(f"--{name.replace('_', '-')} must be an integer {wanted}, got {value!r}")

@@ -1,0 +1,103 @@
+"""What a client sent, and what it gets back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxserve.core.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: a prompt and how to continue it. Immutable.
+
+    Attributes:
+        request_id: unique among requests in flight.
+        prompt_ids: the prompt as token ids; at least one.
+        params: sampling and stopping.
+        prompt: the text the ids came from, when there was one.
+        arrival_s: ``time.monotonic()`` when the request was accepted.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    prompt: str | None = None
+    arrival_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one output token under the model's raw logits, with the most likely alternatives.
+
+    Attributes:
+        token_id: the token that was chosen.
+        logprob: its natural-log probability.
+        top: (token id, logprob) of the most likely tokens, falling; as many as the request asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class OutputDelta:
+    """What one step added to one output of a request; the unit of streaming.
+
+    Attributes:
+        request_id: the request it belongs to.
+        index: which of the request's ``n`` outputs.
+        text: text that became certain in this step; never part of a character or of a held-back stop string.
+        token_ids: tokens committed in this step (in step with ``logprobs``; text may lag behind them).
+        logprobs: one entry per token when the request asked for them, else empty.
+        finish_reason: set on the last delta of the output, else None.
+        stop_reason: the stop string or stop token id that ended it, else None.
+        error: message when ``finish_reason`` is ``"error"``.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One finished (or growing) output: text, token ids, logprobs and why it ended."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def append(self, delta: OutputDelta) -> None:
+        """Adds a delta of the same output."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        if self.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+
+@dataclass
+class RequestOutput:
+    """All outputs of one request, as ``LLM.generate`` returns them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False

@@ -1,0 +1,104 @@
+"""How one request wants its tokens chosen, and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxserve.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20  # most alternatives reported per token (the OpenAI limit)
+MAX_N = 128  # most sequences one request may ask for
+MAX_SEED = 2**63 - 1
+
+
+def _reject(field: str, wanted: str, got: object) -> InvalidRequest:
+    return InvalidRequest(f"{field} must be {wanted}, got {got!r}", param=field, code="invalid_value")
+
+
+def _check_number(field: str, value: object, low: float, high: float, wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _reject(field, wanted, value)
+    if not low <= value <= high:
+        raise _reject(field, wanted, value)
+
+
+def _check_int(field: str, value: object, low: int, high: int | None, wanted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise _reject(field, wanted, value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping parameters of one request. Values are checked on construction.
+
+    Attributes:
+        max_tokens: most tokens to generate; None means up to the context length. At least 1.
+        temperature: 0 is greedy; anything else divides the logits.
+        top_p: keep the smallest set of tokens whose probability reaches this; 0 keeps the most likely one.
+        top_k: keep the k most likely tokens (ties with the k-th are all kept); 0 or -1 keeps all.
+        min_p: drop tokens less likely than ``min_p`` times the most likely one.
+        seed: makes sampling repeatable whatever else runs in the batch; 0 .. 2**63-1. None draws a fresh one.
+        n: number of independent outputs; output i of a seeded request uses a seed derived from (seed, i).
+        stop: strings that end the output; the text before the first match is returned.
+        stop_token_ids: token ids that end the output, besides the model's own end-of-sequence ids.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
+        logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
+            log-softmax of the model's raw logits, before temperature and filters.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the matched stop string at the end of the text.
+
+    Raises:
+        InvalidRequest: a value out of range or of the wrong type; ``param`` names it.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.stop is None:
+            object.__setattr__(self, "stop", ())
+        if self.stop_token_ids is None:
+            object.__setattr__(self, "stop_token_ids", ())
+        if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) for s in self.stop):
+            raise _reject("stop", "a string or a list of strings", self.stop)
+        if any(not s for s in self.stop):
+            raise _reject("stop", "non-empty strings", self.stop)
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise _reject("stop_token_ids", "a list of token ids", self.stop_token_ids)
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, None, "a list of token ids >= 0")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None, "an integer >= 1")
+        _check_number("temperature", self.temperature, 0.0, math.inf, "a finite number >= 0")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "a number in [0, 1]")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        _check_int("top_k", self.top_k, -1, 2**31 - 1, "an integer >= -1 (0 and -1 keep all tokens)")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63-1]")
+        _check_int("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]")
+        for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, field), bool):
+                raise _reject(field, "true or false", getattr(self, field))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the argmax, so that no random number is drawn."""
+        return self.temperature == 0.0
