@@ -1,0 +1,131 @@
+// XLA FFI handlers of the CPU twin: snapshot, record, hold.
+//
+// XLA orders by data flow only, so each handler is tied in by its operands and results: nothing can read a shared row
+// before the snapshot's wait, because the only readers of shared rows use the snapshot's outputs.
+#include <cstring>
+#include <string>
+
+#include "common/hold_points.h"
+#include "common/launch_ticket.h"
+#include "cpu/channel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxserve::cpu {
+namespace {
+
+ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgument("jaxserve_snapshot: " + message); }
+
+// Waits for the schedule stream's writes of this launch.
+ffi::Error wait_for_writes(const LaunchTicket& ticket, const Channel* channel) {
+  if (channel == nullptr || ticket.write_done == 0) return ffi::Error::Success();
+  try {
+    if (!channel->write_done->wait(ticket.write_done, channel->wait_timeout_s)) {
+      return ffi::Error::Internal("jaxserve_snapshot: the row writes of step " + std::to_string(ticket.step_number) +
+                                  " were given up; see the schedule stream's error");
+    }
+  } catch (const NativeError& error) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error.what());
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error record(EventRing& ring, uint64_t generation) {
+  if (generation == 0) return ffi::Error::Success();
+  try {
+    ring.record(generation);
+  } catch (const NativeError& error) {
+    return ffi::Error::Internal(error.what());
+  }
+  return ffi::Error::Success();
+}
+
+// Operands: ticket uint32[16], row ids int32[B], then tables [slots, columns] of 4-byte elements.
+// Results: the row ids, then one table each with result[b, :] = table[row_ids[b], :width].
+// The row ids may be a shared buffer themselves, so they too are read only after the wait.
+ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  if (operands.size() < 2 || results.size() != operands.size() - 1) {
+    return invalid("wanted ticket, row ids and tables, with one result for each but the ticket; got " +
+                   std::to_string(operands.size()) + " operands and " + std::to_string(results.size()) + " results");
+  }
+  auto ticket_operand = operands.get<ffi::AnyBuffer>(0);
+  auto row_ids_operand = operands.get<ffi::AnyBuffer>(1);
+  auto row_ids_result = results.get<ffi::AnyBuffer>(0);
+  if (ticket_operand.has_error() || row_ids_operand.has_error() || row_ids_result.has_error()) {
+    return invalid("operands must be arrays");
+  }
+  if (ticket_operand->size_bytes() != sizeof(LaunchTicket)) return invalid("the ticket must be uint32[16]");
+  const LaunchTicket ticket = LaunchTicket::load(ticket_operand->untyped_data());
+  const auto channel = find_channel(ticket.channel);
+
+  if (ffi::Error error = wait_for_writes(ticket, channel.get()); error.failure()) return error;
+  HoldPoints::instance().pass("snapshot.before_reads");
+
+  const int64_t num_rows = static_cast<int64_t>((*row_ids_result)->element_count());
+  if (static_cast<int64_t>(row_ids_operand->element_count()) < num_rows) return invalid("fewer row ids than rows");
+  auto* row_ids = static_cast<int32_t*>((*row_ids_result)->untyped_data());
+  std::memcpy(row_ids, row_ids_operand->untyped_data(), num_rows * sizeof(int32_t));
+
+  for (std::size_t i = 2; i < operands.size(); ++i) {
+    auto table = operands.get<ffi::AnyBuffer>(i);
+    auto copy = results.get<ffi::AnyBuffer>(i - 1);
+    if (table.has_error() || copy.has_error()) return invalid("operands must be arrays");
+    if (table->dimensions().size() != 2 || (*copy)->dimensions().size() != 2) return invalid("tables must be 2-D");
+    const int64_t table_rows = table->dimensions()[0];
+    const int64_t columns = table->dimensions()[1];
+    const int64_t width = (*copy)->dimensions()[1];
+    if (width > columns) return invalid("a result is wider than its table");
+    const auto* source = static_cast<const std::byte*>(table->untyped_data());
+    auto* target = static_cast<std::byte*>((*copy)->untyped_data());
+    for (int64_t b = 0; b < num_rows; ++b) {
+      const int64_t row = row_ids[b];
+      if (row < 0 || row >= table_rows) {
+        return invalid("row id " + std::to_string(row) + " at position " + std::to_string(b) + " is outside a table of " +
+                       std::to_string(table_rows) + " rows (step " + std::to_string(ticket.step_number) + ")");
+      }
+      std::memcpy(target + b * width * 4, source + row * columns * 4, width * 4);
+    }
+  }
+
+  HoldPoints::instance().pass("snapshot.before_record");
+  if (channel != nullptr) {
+    if (ffi::Error error = record(*channel->read_done, ticket.read_done_marker); error.failure()) return error;
+  }
+  HoldPoints::instance().pass("snapshot.after_record");
+  return ffi::Error::Success();
+}
+
+// Operands: ticket uint32[16], then anything whose producers must have run. Result: uint32[1], always zero, so that
+// later code can depend on it.
+ffi::Error record_end(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> result) {
+  auto ticket_operand = operands.get<ffi::AnyBuffer>(0);
+  if (ticket_operand.has_error() || ticket_operand->size_bytes() != sizeof(LaunchTicket)) {
+    return ffi::Error::InvalidArgument("jaxserve_record_end: the first operand must be the ticket, uint32[16]");
+  }
+  const LaunchTicket ticket = LaunchTicket::load(ticket_operand->untyped_data());
+  std::memset(result->untyped_data(), 0, result->size_bytes());
+  HoldPoints::instance().pass("end.before_record");
+  if (const auto channel = find_channel(ticket.channel)) {
+    if (ffi::Error error = record(*channel->read_done, ticket.read_done_end); error.failure()) return error;
+    if (ffi::Error error = record(*channel->step_done, ticket.step_done); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// Operands: anything whose producers must have run. Result: int32[1] zero, to be added to what must come later.
+ffi::Error hold(ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result, std::string_view point) {
+  std::memset(result->untyped_data(), 0, result->size_bytes());
+  HoldPoints::instance().pass(std::string(point).c_str());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_snapshot, snapshot, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_record_end, record_end,
+                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_hold, hold,
+                              ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("point"));
+
+}  // namespace jaxserve::cpu

@@ -1,0 +1,181 @@
+#include "cpu/stream.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "common/hold_points.h"
+
+namespace jaxserve::cpu {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+uint64_t nanoseconds_since(Clock::time_point start) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded)
+    : wait_timeout_s_(wait_timeout_s), staging_guarded_(staging_guarded) {
+  JAXSERVE_CHECK(num_staging_blocks >= 1 && staging_block_bytes >= 1, "Stream",
+                 "wanted at least one staging block of at least one byte");
+  staging_.resize(num_staging_blocks);
+  for (StagingBlock& block : staging_) block.bytes.resize(staging_block_bytes);
+  thread_ = std::thread([this] { run(); });
+}
+
+Stream::~Stream() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  work_available_.notify_all();
+  thread_.join();
+}
+
+void Stream::enqueue(std::function<void()> operation) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    operations_.push_back(std::move(operation));
+  }
+  work_available_.notify_one();
+}
+
+void Stream::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    work_available_.wait(lock, [&] { return stopping_ || !operations_.empty(); });
+    if (operations_.empty()) return;
+    std::function<void()> operation = std::move(operations_.front());
+    operations_.pop_front();
+    running_operation_ = true;
+    lock.unlock();
+    std::string failure;
+    try {
+      operation();
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    operation = nullptr;  // drop references (rings, buffers) before anyone is told that we are idle
+    lock.lock();
+    if (!failure.empty() && error_.empty()) error_ = failure;
+    running_operation_ = false;
+    work_finished_.notify_all();
+  }
+}
+
+int Stream::acquire_staging(int64_t bytes) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const int index = next_staging_;
+  next_staging_ = (next_staging_ + 1) % static_cast<int>(staging_.size());
+  StagingBlock& block = staging_[index];
+  if (staging_guarded_ && block.in_use) {
+    const auto start = Clock::now();
+    const bool freed = work_finished_.wait_for(lock, std::chrono::duration<double>(wait_timeout_s_),
+                                               [&] { return !block.in_use; });
+    stats_.staging_wait_ns += nanoseconds_since(start);
+    JAXSERVE_CHECK(freed, "Stream.write_rows", "no staging block became free; the stream is stuck in a wait");
+  }
+  block.in_use = true;
+  if (static_cast<int64_t>(block.bytes.size()) < bytes) block.bytes.resize(bytes);
+  return index;
+}
+
+void Stream::release_staging(int index) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    staging_[index].in_use = false;
+  }
+  work_finished_.notify_all();
+}
+
+void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* rows, int64_t num_rows,
+                        int64_t first_column, const void* values, int64_t num_values) {
+  JAXSERVE_CHECK(first_column >= 0 && num_values >= 0 && first_column + num_values <= buffer->num_columns(),
+                 "Stream.write_rows",
+                 "columns " + std::to_string(first_column) + ".." + std::to_string(first_column + num_values) +
+                     " are outside a buffer of " + std::to_string(buffer->num_columns()) + " columns");
+  for (int64_t i = 0; i < num_rows; ++i) {
+    JAXSERVE_CHECK(rows[i] >= 0 && rows[i] < buffer->num_rows(), "Stream.write_rows",
+                   "row " + std::to_string(rows[i]) + " is outside a buffer of " + std::to_string(buffer->num_rows()) +
+                       " rows");
+  }
+  if (num_rows == 0 || num_values == 0) return;
+  const int64_t row_bytes = num_values * static_cast<int64_t>(kElementBytes);
+  const int64_t index_bytes = num_rows * static_cast<int64_t>(sizeof(int32_t));
+  const int block_index = acquire_staging(index_bytes + num_rows * row_bytes);
+  std::byte* staged = staging_[block_index].bytes.data();
+  std::memcpy(staged, rows, index_bytes);
+  std::memcpy(staged + index_bytes, values, num_rows * row_bytes);
+  enqueue([this, buffer = std::move(buffer), block_index, staged, num_rows, first_column, row_bytes, index_bytes] {
+    HoldPoints::instance().pass("stream.before_copy");
+    bool poisoned = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      poisoned = !error_.empty();
+      stats_.num_copies += 1;
+      stats_.bytes_copied += num_rows * row_bytes;
+    }
+    if (!poisoned) {
+      const auto* row_ids = reinterpret_cast<const int32_t*>(staged);
+      for (int64_t i = 0; i < num_rows; ++i) {
+        std::memcpy(buffer->row(row_ids[i]) + first_column * kElementBytes, staged + index_bytes + i * row_bytes,
+                    row_bytes);
+      }
+    }
+    release_staging(block_index);
+  });
+}
+
+void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation) {
+  ring->announce_wait(generation);  // from here on the slot may not be re-recorded under us
+  enqueue([this, ring = std::move(ring), generation] {
+    const auto start = Clock::now();
+    ring->wait(generation, wait_timeout_s_, /*announced=*/true);
+    const uint64_t waited = nanoseconds_since(start);
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.num_waits += 1;
+    stats_.wait_ns += waited;
+  });
+}
+
+void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
+  enqueue([this, ring = std::move(ring), generation] {
+    HoldPoints::instance().pass("stream.before_record");
+    if (error().empty()) {
+      ring->record(generation);
+    } else {
+      ring->abandon(generation);
+    }
+  });
+}
+
+void Stream::sync() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  work_finished_.wait(lock, [&] { return operations_.empty() && !running_operation_; });
+  JAXSERVE_CHECK(error_.empty(), "Stream.sync", error_);
+}
+
+bool Stream::is_done() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return operations_.empty() && !running_operation_;
+}
+
+std::string Stream::error() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return error_;
+}
+
+void Stream::reset() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  error_.clear();
+}
+
+StreamStats Stream::stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+}  // namespace jaxserve::cpu

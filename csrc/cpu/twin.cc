@@ -1,0 +1,21 @@
+#include "cpu/twin.h"
+
+extern "C" {
+XLA_FFI_Error* jaxserve_cpu_snapshot(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cpu_record_end(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cpu_hold(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cpu_paged_attention(XLA_FFI_CallFrame*);
+}
+
+namespace jaxserve::cpu {
+
+std::map<std::string, XLA_FFI_Handler*> handlers() {
+  return {
+      {"jaxserve_snapshot", jaxserve_cpu_snapshot},
+      {"jaxserve_record_end", jaxserve_cpu_record_end},
+      {"jaxserve_hold", jaxserve_cpu_hold},
+      {"jaxserve_paged_attention", jaxserve_cpu_paged_attention},
+  };
+}
+
+}  // namespace jaxserve::cpu

@@ -1,0 +1,152 @@
+// The Python bindings: the only file that includes pybind11. Built once per twin (JAXSERVE_CUDA selects the CUDA one).
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+
+#include "common/check.h"
+#include "common/dlpack.h"
+#include "common/hold_points.h"
+#include "common/launch_ticket.h"
+#include "xla/ffi/api/c_api.h"
+
+#ifdef JAXSERVE_CUDA
+#include "cuda/twin.h"
+namespace twin = jaxserve::cuda;
+#define JAXSERVE_MODULE _cuda
+#define JAXSERVE_PLATFORM "CUDA"
+#else
+#include "cpu/twin.h"
+namespace twin = jaxserve::cpu;
+#define JAXSERVE_MODULE _cpu
+#define JAXSERVE_PLATFORM "cpu"
+#endif
+
+namespace py = pybind11;
+using jaxserve::HoldPoints;
+
+namespace {
+
+// A capsule that frees an unconsumed export; a consumer renames it to "used_dltensor" and takes over the deleter.
+py::capsule export_dlpack(twin::SharedBuffer& buffer) {
+  DLManagedTensorAbi* tensor = buffer.to_dlpack();
+  return py::capsule(tensor, "dltensor", [](PyObject* capsule) {
+    if (PyCapsule_IsValid(capsule, "dltensor")) {
+      auto* unused = static_cast<DLManagedTensorAbi*>(PyCapsule_GetPointer(capsule, "dltensor"));
+      unused->deleter(unused);
+    }
+  });
+}
+
+using Rows = py::array_t<int32_t, py::array::c_style>;
+
+// Values are [rows, columns] (or [rows] for one column) of the buffer's own type; nothing is converted silently.
+void write_rows(twin::Stream& stream, const std::shared_ptr<twin::SharedBuffer>& buffer, const Rows& rows,
+                const py::array& values, int64_t first_column) {
+  const py::dtype wanted = buffer->is_float() ? py::dtype::of<float>() : py::dtype::of<int32_t>();
+  const std::string operation = "Stream.write_rows";
+  JAXSERVE_CHECK(values.dtype().is(wanted) || values.dtype().equal(wanted), operation,
+                 "wanted values of dtype " + py::str(wanted).cast<std::string>() + ", got " +
+                     py::str(values.dtype()).cast<std::string>());
+  JAXSERVE_CHECK(rows.ndim() == 1 && (values.ndim() == 1 || values.ndim() == 2) && values.shape(0) == rows.shape(0),
+                 operation, "wanted rows [n] and values [n] or [n, columns]");
+  JAXSERVE_CHECK((values.flags() & py::array::c_style) != 0, operation, "values must be C-contiguous");
+  const int64_t num_values = values.ndim() == 1 ? 1 : values.shape(1);
+  const int32_t* row_data = rows.data();
+  const void* value_data = values.data();
+  const int64_t num_rows = rows.shape(0);
+  py::gil_scoped_release release;
+  stream.write_rows(buffer, row_data, num_rows, first_column, value_data, num_values);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(JAXSERVE_MODULE, m) {
+  m.doc() = "Streams, event rings, shared buffers and XLA FFI handlers of one platform.";
+  m.attr("platform") = JAXSERVE_PLATFORM;
+  m.attr("ffi_api_minor") = XLA_FFI_API_MINOR;
+  m.attr("ticket_bytes") = sizeof(jaxserve::LaunchTicket);
+
+  py::register_exception<jaxserve::NativeError>(m, "NativeError", PyExc_RuntimeError);
+  py::register_exception<jaxserve::WaitTimeout>(m, "WaitTimeout", m.attr("NativeError").ptr());
+
+  py::class_<twin::SharedBuffer, std::shared_ptr<twin::SharedBuffer>>(m, "SharedBuffer")
+      .def(py::init<int64_t, int64_t, bool>(), py::arg("num_rows"), py::arg("num_columns"), py::arg("is_float"))
+      .def_property_readonly("num_rows", &twin::SharedBuffer::num_rows)
+      .def_property_readonly("num_columns", &twin::SharedBuffer::num_columns)
+      .def_property_readonly("address",
+                             [](twin::SharedBuffer& b) { return reinterpret_cast<uintptr_t>(b.data()); })
+      .def("__dlpack__", [](twin::SharedBuffer& b, const py::args&, const py::kwargs&) { return export_dlpack(b); })
+      .def("__dlpack_device__",
+           [](twin::SharedBuffer&) { return py::make_tuple(twin::SharedBuffer::kDeviceType, 0); });
+
+  py::class_<twin::EventRing, std::shared_ptr<twin::EventRing>>(m, "EventRing")
+      .def(py::init<std::string, int>(), py::arg("name"), py::arg("num_slots"))
+      .def("reserve", &twin::EventRing::reserve)
+      .def("record", &twin::EventRing::record, py::arg("generation"))
+      .def("abandon", &twin::EventRing::abandon, py::arg("generation"))
+      .def(
+          "sync",
+          [](twin::EventRing& ring, uint64_t generation, double timeout_s) { return ring.wait(generation, timeout_s); },
+          py::arg("generation"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+      .def("is_done", &twin::EventRing::is_done, py::arg("generation"))
+      .def_property_readonly("newest_reserved", &twin::EventRing::newest_reserved)
+      .def_property_readonly("newest_recorded", &twin::EventRing::newest_recorded)
+      .def_property_readonly("name", &twin::EventRing::name);
+
+  py::class_<twin::Stream>(m, "Stream")
+      .def(py::init<int, int64_t, double, bool>(), py::arg("num_staging_blocks"), py::arg("staging_block_bytes"),
+           py::arg("wait_timeout_s"), py::arg("staging_guarded") = true)
+      .def("write_rows", &write_rows, py::arg("buffer"), py::arg("rows"), py::arg("values"),
+           py::arg("first_column") = 0)
+      .def("wait", &twin::Stream::wait, py::arg("ring"), py::arg("generation"))
+      .def("record", &twin::Stream::record, py::arg("ring"), py::arg("generation"))
+      .def("sync", &twin::Stream::sync, py::call_guard<py::gil_scoped_release>())
+      .def("is_done", &twin::Stream::is_done)
+      .def("reset", &twin::Stream::reset)
+      .def_property_readonly("error", &twin::Stream::error)
+      .def("stats", [](twin::Stream& stream) {
+        const auto stats = stream.stats();
+        py::dict d;
+        d["num_copies"] = stats.num_copies;
+        d["bytes_copied"] = stats.bytes_copied;
+        d["num_waits"] = stats.num_waits;
+        d["wait_ns"] = stats.wait_ns;
+        d["staging_wait_ns"] = stats.staging_wait_ns;
+        return d;
+      });
+
+  m.def(
+      "open_channel",
+      [](std::shared_ptr<twin::EventRing> write_done, std::shared_ptr<twin::EventRing> read_done,
+         std::shared_ptr<twin::EventRing> step_done, double wait_timeout_s) {
+        auto channel = std::make_shared<twin::Channel>();
+        channel->write_done = std::move(write_done);
+        channel->read_done = std::move(read_done);
+        channel->step_done = std::move(step_done);
+        channel->wait_timeout_s = wait_timeout_s;
+        return twin::open_channel(std::move(channel));
+      },
+      py::arg("write_done"), py::arg("read_done"), py::arg("step_done"), py::arg("wait_timeout_s"));
+  m.def("close_channel", &twin::close_channel, py::arg("number"));
+
+  m.def("handlers", [] {
+    py::dict handlers;
+    for (const auto& [name, function] : twin::handlers()) {
+      handlers[name.c_str()] = py::capsule(reinterpret_cast<void*>(function));
+    }
+    return handlers;
+  }, "XLA FFI target name -> capsule of its typed handler.");
+
+  auto hold = m.def_submodule("hold_points", "Stalls for tests: delays and gates at named places.");
+  hold.def("delay", [](const std::string& n, int64_t us) { HoldPoints::instance().delay(n, us); }, py::arg("name"),
+           py::arg("microseconds"));
+  hold.def("close", [](const std::string& n) { HoldPoints::instance().close(n); }, py::arg("name"));
+  hold.def("open", [](const std::string& n) { HoldPoints::instance().open(n); }, py::arg("name"));
+  hold.def("clear", [] { HoldPoints::instance().clear(); });
+  hold.def("hits", [](const std::string& n) { return HoldPoints::instance().hits(n); }, py::arg("name"));
+  hold.def("pass_through", [](const std::string& n) { HoldPoints::instance().pass(n.c_str()); }, py::arg("name"),
+           py::call_guard<py::gil_scoped_release>());
+}

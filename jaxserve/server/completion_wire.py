@@ -1,0 +1,57 @@
+"""The body of ``/v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.generation_wire import GenerationRequest
+
+Prompts = list[str] | list[list[int]]
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
+
+
+def check_prompts(value: Any) -> Prompts:
+    """One prompt or several, as text or token ids, always returned as a list of prompts.
+
+    Raises:
+        ValueError: says what a prompt must look like.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids >= 0, or a list of such lists")
+    if not value:
+        raise ValueError("must hold at least one prompt or token")
+    if all(isinstance(prompt, str) for prompt in value):
+        return list(value)
+    if _is_ids(value):
+        return [list(value)]
+    if all(_is_ids(prompt) for prompt in value):
+        if not all(value):
+            raise ValueError("must not hold empty token lists")
+        return [list(prompt) for prompt in value]
+    raise ValueError("must be a string, a list of strings, a list of token ids >= 0, or a list of such lists")
+
+
+class CompletionRequest(GenerationRequest):
+    """``prompt`` plus sampling fields. Choice ``i`` continues prompt ``i // n``. ``max_tokens`` defaults to 16."""
+
+    prompt: Any = Field(json_schema_extra={"type": ["string", "array"]})
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None  # False: the text is tokenized without an automatic BOS
+
+    _check_prompt = field_validator("prompt")(check_prompts)
+
+    def params(self) -> SamplingParams:
+        """The engine's parameters.
+
+        Raises:
+            InvalidRequest: a value out of range.
+        """
+        return self.sampling_params(logprobs=self.logprobs)

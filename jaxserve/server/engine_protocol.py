@@ -1,0 +1,57 @@
+"""What the server needs from an engine. ``AsyncEngine`` fits; so does the scripted engine of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from jaxserve.core.request import OutputDelta
+from jaxserve.core.sampling_params import SamplingParams
+
+
+class TokenizerLike(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class EngineLike(Protocol):
+    """An engine that serves one model.
+
+    ``generate`` raises InvalidRequest, CapacityError or EngineDead before its first delta; ``encode_chat`` raises
+    InvalidRequest. Closing the iterator of ``generate`` aborts the request.
+    """
+
+    model_name: str
+    context_length: int
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def metrics(self) -> Any: ...  # has .registry: prometheus_client.CollectorRegistry
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None
+    ) -> list[int]: ...
+
+    def generate(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[OutputDelta]: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, drain_s: float = 5.0) -> None: ...

@@ -1,0 +1,80 @@
+"""Fields that chat and text completions share: sampling, stopping, streaming."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from jaxserve.core.errors import InvalidRequest
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.wire import HARMLESS, UNSUPPORTED, WireModel
+
+
+class StreamOptions(WireModel):
+    """``include_usage``: one last chunk with the usage; ``continuous_usage_stats``: usage so far in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # accepted, no effect: chunks are never padded
+
+
+class GenerationRequest(WireModel):
+    """Common part of ``/v1/chat/completions`` and ``/v1/completions``. A null field counts as absent."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    harmless: ClassVar[tuple[str, ...]] = HARMLESS
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stop: Any = Field(None, json_schema_extra={"type": ["string", "array", "null"], "items": {"type": "string"}})
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: Any) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+            raise ValueError("must be a non-empty string or a list of them")
+        return tuple(strings)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream carries the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """The engine's parameters; fields left out or null take the defaults of ``SamplingParams``.
+
+        Raises:
+            InvalidRequest: a value out of range, or ``best_of`` other than ``n``.
+        """
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of != n:
+            message = f"best_of other than n is not supported; leave it out, got best_of={self.best_of} with n={n}"
+            raise InvalidRequest(message, param="best_of", code="unsupported_field")
+        names = (
+            "max_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos skip_special_tokens "
+            "include_stop_str_in_output"
+        ).split()
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(**(given | more))

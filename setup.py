@@ -1,0 +1,111 @@
+"""Builds the native extensions: ``jaxserve._cpu`` always, ``jaxserve._cuda`` where a CUDA toolkit is found.
+
+    JAXSERVE_CUDA=1    require the CUDA twin (fail if no toolkit is found)
+    JAXSERVE_CUDA=0    never build it
+    CUDA_HOME          where the toolkit is (default: the folder of nvcc, then /usr/local/cuda)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import jaxlib
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+COMMON = ["csrc/module.cc", "csrc/common/hold_points.cc"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90"]
+
+
+def ffi_include() -> str:
+    """The XLA FFI headers. ``jaxlib`` carries them; importing jax itself is not needed to build."""
+    include = Path(jaxlib.__file__).parent / "include"
+    header = include / "xla/ffi/api/c_api.h"
+    if not header.is_file():
+        raise SystemExit(f"jaxlib {jaxlib.__version__} has no FFI headers at {header}; install jaxlib >= 0.10.2")
+    minor = re.search(r"#define XLA_FFI_API_MINOR (\d+)", header.read_text())
+    print(f"building against XLA FFI 0.{minor.group(1) if minor else '?'} (jaxlib {jaxlib.__version__})")
+    return str(include)
+
+
+def cuda_home() -> Path | None:
+    wanted = os.environ.get("JAXSERVE_CUDA", "")
+    if wanted == "0":
+        return None
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), Path(os.path.realpath(nvcc)).parent.parent if nvcc else None]
+    for candidate in [*candidates, "/usr/local/cuda"]:
+        if candidate and (Path(candidate) / "bin/nvcc").is_file():
+            return Path(candidate)
+    if wanted == "1":
+        raise SystemExit("JAXSERVE_CUDA=1, but no nvcc: put it on PATH or set CUDA_HOME")
+    return None
+
+
+class BuildExt(build_ext):
+    """Compiles each extension in its own folder (both share module.cc) and hands .cu files to nvcc."""
+
+    def build_extension(self, ext: Extension) -> None:
+        shared_temp = self.build_temp
+        self.build_temp = os.path.join(shared_temp, ext.name)
+        try:
+            ext.extra_objects = [*ext.extra_objects, *self._compile_cuda(ext)]
+            super().build_extension(ext)
+        finally:
+            self.build_temp = shared_temp
+
+    def _compile_cuda(self, ext: Extension) -> list[str]:
+        objects = []
+        home = cuda_home()
+        for source in [s for s in ext.sources if s.endswith(".cu")]:
+            ext.sources.remove(source)
+            target = os.path.join(self.build_temp, source + ".o")
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            includes = [f"-I{path}" for path in ext.include_dirs]
+            subprocess.run(
+                [str(home / "bin/nvcc"), *NVCC_FLAGS, "-Xcompiler", "-fPIC", *includes, "-c", source, "-o", target],
+                check=True,
+            )
+            objects.append(target)
+        return objects
+
+
+def extensions() -> list[Extension]:
+    includes = ["csrc", ffi_include(), pybind11.get_include()]
+    headers = [str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")]
+
+    def sources(twin: str) -> list[str]:
+        found = sorted(p for pattern in ("*.cc", "*.cu") for p in (ROOT / "csrc" / twin).glob(pattern))
+        return COMMON + [str(p.relative_to(ROOT)) for p in found]
+
+    built = [
+        Extension("jaxserve._cpu", sources("cpu"), include_dirs=includes, extra_compile_args=CXX_FLAGS,
+                  extra_link_args=["-pthread"], depends=headers, language="c++")
+    ]  # fmt: skip
+    home = cuda_home()
+    if home is not None and (ROOT / "csrc/cuda/twin.h").is_file():
+        built.append(
+            Extension(
+                "jaxserve._cuda",
+                sources("cuda"),
+                include_dirs=[*includes, str(home / "include")],
+                define_macros=[("JAXSERVE_CUDA", "1")],
+                library_dirs=[str(home / "lib64")],
+                # Static: the extension loads on machines without CUDA, where its calls then fail with a reason.
+                libraries=["cudart_static", "dl", "rt", "pthread"],
+                extra_compile_args=CXX_FLAGS,
+                depends=headers,
+                language="c++",
+            )
+        )
+    return built
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
