@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import tokenizers
 from jaxserve.core.errors import InvalidRequest, ModelLoadError
 from jaxserve.text.token_decoder import TextStream, TokenDecoder
 
-# Marks "something precedes this text" when a middle piece of a text is encoded alone; never reaches a caller.
-_JOINT = "\U0010fffe"
+# Stands for "something precedes this text" when a middle piece of a text is encoded alone. Random, because a client
+# who could write it would get a token id outside the vocabulary.
+_JOINT = "\U0010fffe" + secrets.token_hex(16)
 
 
 class Tokenizer:
