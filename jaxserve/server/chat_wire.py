@@ -84,7 +84,7 @@ class ChatCompletionRequest(GenerationRequest):
         num_logprobs: int | None = None
         if self.logprobs:
             num_logprobs = self.top_logprobs or 0
-        elif self.top_logprobs is not None:
+        elif self.top_logprobs:
             message = f"top_logprobs needs logprobs: true, got top_logprobs={self.top_logprobs} without it"
             raise InvalidRequest(message, param="top_logprobs", code="invalid_value")
         try:

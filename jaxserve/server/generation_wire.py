@@ -10,6 +10,22 @@ from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.wire import HARMLESS, UNSUPPORTED, WireModel
 
+# fields that go to SamplingParams under the same name
+_SAMPLING = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
 
 class StreamOptions(WireModel):
     """``include_usage``: one last chunk with the usage; ``continuous_usage_stats``: usage so far in every chunk."""
@@ -72,9 +88,5 @@ class GenerationRequest(WireModel):
         if self.best_of is not None and self.best_of != n:
             message = f"best_of other than n is not supported; leave it out, got best_of={self.best_of} with n={n}"
             raise InvalidRequest(message, param="best_of", code="unsupported_field")
-        names = (
-            "max_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos skip_special_tokens "
-            "include_stop_str_in_output"
-        ).split()
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         return SamplingParams(**(given | more))

@@ -1,0 +1,1 @@
+"""Attention backends, each declaring where its reads of shared rows end."""

@@ -1,0 +1,158 @@
+"""The contract of an attention backend, and who says when reads of shared rows end.
+
+A backend declares, per forward mode, where its last read of a shared row lies. Nobody else decides it: the runner asks
+once per execution and trusts the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.forward_mode import ForwardMode
+
+if TYPE_CHECKING:
+    from jaxserve.attention.paged_kv import PagedKV
+
+
+class SharedReadEnds(IntEnum):
+    """Where the reads of shared rows end, ordered by lateness.
+
+    PRE_REPLAY: before the program that computes the step is launched. IN_REPLAY: at the marker inside that program.
+    POST_REPLAY: when the program ends. UNKNOWN: nobody has audited it; counts as latest of all.
+    """
+
+    PRE_REPLAY = 0
+    IN_REPLAY = 1
+    POST_REPLAY = 2
+    UNKNOWN = 3
+
+    @staticmethod
+    def max_of(ends: Iterable[SharedReadEnds]) -> SharedReadEnds:
+        """The latest of several; what a composite declares for its parts. Raises ValueError when there are none."""
+        return max(ends)
+
+
+class StepRows(NamedTuple):
+    """A step's private copy of the shared rows it needs: B batch rows, W block-table columns.
+
+    Attributes:
+        slots: int32[B], the slot of each row; the null slot for padding.
+        block_tables: int32[B, W], page ids; 0 is the null page.
+        lengths: int32[B], tokens with KV before this step.
+        sampling_floats: float32[B, 4]; sampling_ints: int32[B, 4]; see ``runner.sampling_rows``.
+    """
+
+    slots: jax.Array
+    block_tables: jax.Array
+    lengths: jax.Array
+    sampling_floats: jax.Array
+    sampling_ints: jax.Array
+
+
+class LiveRows(NamedTuple):
+    """The shared rows themselves, for backends that read while the program runs (and say so).
+
+    Attributes:
+        slots: int32[B], private.
+        block_tables: int32[slots + 1, W_max], shared.
+        lengths: int32[slots + 1, 1], shared.
+        ffi: whether the program may use the barrier's FFI operations.
+    """
+
+    slots: jax.Array
+    block_tables: jax.Array
+    lengths: jax.Array
+    ffi: bool
+
+
+class StepMetadata(NamedTuple):
+    """What attention and the KV write of a step need to know; all of it private to the step.
+
+    Attributes:
+        block_tables: int32[B, W]; lengths: int32[B].
+        write_pages, write_offsets: int32[B, Q], where the KV of each new token goes.
+    """
+
+    block_tables: jax.Array
+    lengths: jax.Array
+    write_pages: jax.Array
+    write_offsets: jax.Array
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Static sizes of a program: B batch rows, Q new tokens per row, W block-table columns, tokens per page."""
+
+    mode: ForwardMode
+    batch: int
+    queries: int
+    table_width: int
+    page_size: int
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """What ``attend`` is given besides the projections; exists only while a program is traced."""
+
+    shape: StepShape
+    metadata: StepMetadata
+    pool: PagedKV
+    live: LiveRows
+    windows: tuple[int | None, ...]
+    num_tokens: jax.Array | None  # int32[], valid tokens of an EXTEND chunk
+
+
+class AttentionBackend:
+    """Base of attention backends.
+
+    A backend is stateless and pure: its methods are traced into programs. ``prep`` turns the step's private rows into
+    metadata, and may be hoisted into a program of its own; ``attend`` computes one layer.
+
+    Attributes:
+        name: what ``--attention-backend`` selects.
+        reads_live: reads ``AttentionStep.live`` in ``attend``; such reads cannot be hoisted.
+        width_buckets: whether cost depends on the block-table width, so that programs of several widths pay off.
+    """
+
+    name: ClassVar[str] = ""
+    reads_live: ClassVar[bool] = False
+    width_buckets: ClassVar[bool] = True
+
+    def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
+        """Where this backend's reads of shared rows end in ``forward_mode``."""
+        if forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+            return SharedReadEnds.IN_REPLAY
+        return SharedReadEnds.UNKNOWN
+
+    def prep(self, rows: StepRows, shape: StepShape, num_tokens: jax.Array | None) -> StepMetadata:
+        """Metadata of a step from its private rows. Padding tokens (and padding rows) write to the null page 0."""
+        positions = rows.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)  # [B, Q]
+        columns = jnp.clip(positions // shape.page_size, 0, shape.table_width - 1)
+        pages = jnp.take_along_axis(rows.block_tables, columns, axis=1)
+        valid = positions < shape.table_width * shape.page_size
+        if num_tokens is not None:
+            valid &= jnp.arange(shape.queries, dtype=jnp.int32) < num_tokens
+        return StepMetadata(rows.block_tables, rows.lengths, jnp.where(valid, pages, 0), positions % shape.page_size)
+
+    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Attention of one layer: every new token sees its sequence's cached context and the new tokens before it.
+
+        Args:
+            step: what the step is.
+            layer: layer number.
+            q: [B, Q, H, D] after positional encoding; k, v: [B, Q, KV, D].
+
+        Returns:
+            [B, Q, H, D] in the dtype of q. The pool is only read; the program writes k and v to it afterwards.
+        """
+        raise NotImplementedError(f"attention backend {self.name or type(self).__name__} defines no attend()")
+
+    def live_metadata(self, step: AttentionStep, layer: int, after: jax.Array) -> StepMetadata:
+        """The metadata ``attend`` works on: the private one. ``xla-live`` re-reads the shared rows instead."""
+        return step.metadata

@@ -1,0 +1,28 @@
+"""Attention by the paged kernel in ``csrc/``: the default on CPU for float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.attention.base import AttentionStep
+from jaxserve.attention.xla import XlaBackend
+
+
+class NativeBackend(XlaBackend):
+    """Reads as ``xla`` does, by the snapshot at the head of the program; its kernel walks the private block table.
+
+    Cost follows the real context lengths, so one program per batch size serves every length.
+    """
+
+    name = "native"
+    width_buckets = False
+
+    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        metadata = self.live_metadata(step, layer, q)
+        kernel = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+        return kernel(
+            q, k, v, step.pool.data, metadata.block_tables, metadata.lengths,
+            layer=np.int64(layer), scale=np.float32(q.shape[-1] ** -0.5), window=np.int64(step.windows[layer] or 0),
+        )  # fmt: skip

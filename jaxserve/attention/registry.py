@@ -1,0 +1,90 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from jaxserve.attention.base import AttentionBackend, SharedReadEnds
+from jaxserve.attention.hybrid import HybridBackend
+from jaxserve.attention.native import NativeBackend
+from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.forward_mode import ForwardMode
+
+_BUILT_IN: dict[str, Callable[[], AttentionBackend]] = {
+    backend.name: backend for backend in (XlaBackend, XlaLiveBackend, PlannedBackend, NativeBackend)
+}
+_registered: dict[str, Callable[[], AttentionBackend]] = {}
+ENTRY_POINTS = "jaxserve.attention_backends"
+
+
+class _UnauditedReads:
+    """Mixed into a backend whose author declared nothing: the base class's answers were never meant for it."""
+
+    def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
+        return SharedReadEnds.UNKNOWN
+
+
+def register_attention_backend(name: str, backend: type[AttentionBackend]) -> None:
+    """Makes a backend selectable by ``--attention-backend NAME``.
+
+    A class that does not override ``shared_read_ends`` counts as not audited: it answers UNKNOWN in every mode, and
+    gets the full-execution fence.
+
+    Raises:
+        ConfigError: the name is taken, or the class is not an ``AttentionBackend`` with its own ``attend``.
+    """
+    if name in _BUILT_IN or name in _registered or name in ("auto", "hybrid"):
+        raise ConfigError(f"attention backend {name!r} is already registered; choose another name")
+    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+        raise ConfigError(f"attention backend {name!r} must be a subclass of AttentionBackend, got {backend!r}")
+    if backend.attend is AttentionBackend.attend:
+        raise ConfigError(f"attention backend {name!r} must define attend()")
+    if backend.shared_read_ends is AttentionBackend.shared_read_ends:
+        backend = type(backend.__name__, (_UnauditedReads, backend), {"name": name})
+    _registered[name] = backend
+
+
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name not in _registered and entry.name not in _BUILT_IN:
+            register_attention_backend(entry.name, entry.load())
+
+
+def backend_names() -> list[str]:
+    """Every name ``--attention-backend`` takes."""
+    _load_entry_points()
+    return ["auto", *_BUILT_IN, "hybrid", *_registered]
+
+
+def _single(name: str) -> AttentionBackend:
+    factory = _BUILT_IN.get(name) or _registered.get(name)
+    if factory is None:
+        raise ConfigError(f"unknown attention backend {name!r}; known are {', '.join(backend_names())}")
+    return factory()
+
+
+def make_backend(config: EngineConfig, platform: str, dtype: str) -> AttentionBackend:
+    """The backend a configuration asks for.
+
+    Raises:
+        ConfigError: an unknown name, a backend the platform cannot run, or children without ``hybrid``.
+    """
+    _load_entry_points()
+    native_runs = platform == "cpu" and dtype == "float32"
+    default = "native" if native_runs else "xla"
+    name = default if config.attention_backend == "auto" else config.attention_backend
+    children = [config.prefill_attention_backend, config.decode_attention_backend]
+    if name != "hybrid":
+        if any(children):
+            raise ConfigError("--prefill-attention-backend and --decode-attention-backend need --attention-backend hybrid")
+        chosen = [name]
+    else:
+        chosen = [child or default for child in children]
+    if "native" in chosen and not native_runs:
+        raise ConfigError(f"the native backend runs float32 on the CPU, not {dtype} on {platform}; choose xla")
+    if name != "hybrid":
+        return _single(name)
+    return HybridBackend(prefill=_single(chosen[0]), decode=_single(chosen[1]))

@@ -1,0 +1,1 @@
+"""Fences between the scheduler's writes and the programs' reads: thin Python over ``csrc/``."""

@@ -1,0 +1,50 @@
+"""A runner's rings, joined under the number its launch tickets carry."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxserve.barrier.native import native_module
+from jaxserve.barrier.tickets import Event, launch_ticket, reserve
+
+RING_SLOTS = 8  # twice the launches that can be in flight, so that a slot is free well before it is needed again
+
+
+class FenceChannel:
+    """Read-done and step-done rings of one runner, beside the schedule stream's write-done ring.
+
+    Attributes:
+        read_done: ring recorded where a launch's reads of shared rows end.
+        step_done: ring recorded when a launch's program ends: the full-execution fence.
+    """
+
+    def __init__(self, platform: str, write_done, timeout_s: float, name: str = "target"):
+        native = native_module(platform)
+        self._native = native
+        self.read_done = native.EventRing(f"{name}.read_done", RING_SLOTS)
+        self.step_done = native.EventRing(f"{name}.step_done", RING_SLOTS)
+        self.number = native.open_channel(write_done, self.read_done, self.step_done, timeout_s)
+
+    def reserve_read_done(self) -> Event:
+        """The record of the next launch's read end."""
+        return reserve(self.read_done)
+
+    def reserve_step_done(self) -> Event:
+        """The record of the next launch's end."""
+        return reserve(self.step_done)
+
+    def ticket(self, *, write_done: int, marker: Event | None, end: Event | None, step_done: Event | None,
+               step_number: int) -> np.ndarray:  # fmt: skip
+        """The launch ticket: wait for ``write_done``, record ``marker`` where reads end, ``end`` and ``step_done`` last."""
+        return launch_ticket(
+            self.number,
+            write_done=write_done,
+            read_done_marker=marker.generation if marker else 0,
+            read_done_end=end.generation if end else 0,
+            step_done=step_done.generation if step_done else 0,
+            step_number=step_number,
+        )
+
+    def close(self) -> None:
+        """Launches still running neither wait nor record from now on."""
+        self._native.close_channel(self.number)

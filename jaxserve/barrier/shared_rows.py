@@ -1,0 +1,143 @@
+"""The shared rows: what the scheduler writes in place while programs read.
+
+One row per slot: block table, context length, sampling parameters; and one list of the slots that decode together. The
+last slot is the null slot: padding rows point to it, its block table names only the null page.
+
+``shared`` is the engine's way. ``upload`` and ``functional`` do the same with fresh device arrays each step, as an
+engine without shared buffers must; they exist to be measured beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxserve.barrier.channel import RING_SLOTS
+from jaxserve.barrier.native import native_module
+from jaxserve.barrier.tickets import Event
+from jaxserve.core.config import SharedUpdates
+
+NUM_SAMPLING_FLOATS = 4  # temperature, top_p, min_p, (free)
+NUM_SAMPLING_INTS = 4  # top_k, seed low word, seed high word, flags
+NUM_STAGING_BLOCKS = 64
+STAGING_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Sizes of the shared rows.
+
+    Attributes:
+        num_slots: decode slots; the null slot is number ``num_slots``, behind them.
+        table_width: block-table columns, pages of the longest sequence.
+    """
+
+    num_slots: int
+    table_width: int
+
+    @property
+    def null_slot(self) -> int:
+        """The slot of padding rows."""
+        return self.num_slots
+
+    def shapes(self) -> dict[str, tuple[int, int, type]]:
+        """Buffer name -> (rows, columns, dtype), in the order programs take them."""
+        rows = self.num_slots + 1
+        return {
+            "batch_slots": (1, self.num_slots, np.int32),  # slot of each batch row
+            "block_tables": (rows, self.table_width, np.int32),  # page ids, 0 = null page
+            "lengths": (rows, 1, np.int32),  # tokens with KV before this step
+            "sampling_floats": (rows, NUM_SAMPLING_FLOATS, np.float32),
+            "sampling_ints": (rows, NUM_SAMPLING_INTS, np.int32),
+        }
+
+
+class SharedRows:
+    """The shared buffers, the schedule stream that writes them, and the write-done ring.
+
+    Every write goes through the schedule stream, behind whatever fence the barrier put there; the host never touches
+    the buffers and never blocks, except for a free staging block.
+    """
+
+    def __init__(self, layout: RowLayout, platform: str, timeout_s: float, updates: SharedUpdates = "shared"):
+        native = native_module(platform)
+        self.layout = layout
+        self.updates = updates
+        self.stream = native.Stream(NUM_STAGING_BLOCKS, STAGING_BLOCK_BYTES, timeout_s)
+        self.write_done = native.EventRing("write_done", RING_SLOTS)
+        shapes = layout.shapes()
+        self._names = list(shapes)
+        self._buffers = {
+            name: native.SharedBuffer(rows, columns, dtype is np.float32)
+            for name, (rows, columns, dtype) in shapes.items()
+        }
+        # Imported once: the arrays alias the buffers for good, so a program's argument never changes address.
+        self._arrays = {name: jax.dlpack.from_dlpack(buffer, copy=False) for name, buffer in self._buffers.items()}
+        self._mirror = {name: np.zeros((rows, columns), dtype) for name, (rows, columns, dtype) in shapes.items()}
+        if updates != "shared":
+            self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
+        self._write("batch_slots", np.array([0], np.int32), np.full((1, layout.num_slots), layout.null_slot, np.int32))
+
+    def _write(self, name: str, rows: np.ndarray, values: np.ndarray, first_column: int = 0) -> None:
+        self._mirror[name][rows, first_column : first_column + values.shape[1]] = values
+        if self.updates == "shared":
+            self.stream.write_rows(self._buffers[name], rows, values, first_column)
+        elif self.updates == "functional":
+            self._arrays[name] = _update(self._arrays[name], rows, values, first_column)
+
+    def set_batch(self, slots: np.ndarray) -> None:
+        """Slots int32[B] of the batch rows; rows behind them become padding. Writes nothing if nothing changed."""
+        row = np.full((1, self.layout.num_slots), self.layout.null_slot, np.int32)
+        row[0, : len(slots)] = slots
+        if not np.array_equal(row, self._mirror["batch_slots"]):
+            self._write("batch_slots", np.array([0], np.int32), row)
+
+    def set_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Context lengths int32[B] of slots int32[B]."""
+        self._write("lengths", slots, lengths[:, None])
+
+    def set_pages(self, slot: int, first: int, page_ids: list[int]) -> None:
+        """Block-table entries ``first`` .. of a slot."""
+        if page_ids:
+            self._write("block_tables", np.array([slot], np.int32), np.array([page_ids], np.int32), first)
+
+    def set_sampling(self, slot: int, floats: np.ndarray, ints: np.ndarray) -> None:
+        """Sampling rows float32[4] and int32[4] of a slot; see ``runner.sampling_rows``."""
+        row = np.array([slot], np.int32)
+        self._write("sampling_floats", row, floats[None, :].astype(np.float32))
+        self._write("sampling_ints", row, ints[None, :].astype(np.int32))
+
+    def clear_slot(self, slot: int, num_pages: int) -> None:
+        """Points a released slot's first ``num_pages`` entries at the null page, so that no stale row names a page."""
+        self.set_pages(slot, 0, [0] * num_pages)
+
+    def publish(self) -> int:
+        """Records the writes so far; returns the generation the next launch must wait for (0: nothing to wait for)."""
+        if self.updates == "upload":
+            self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
+        if self.updates != "shared":
+            return 0
+        generation = self.write_done.reserve()
+        self.stream.record(self.write_done, generation)
+        return generation
+
+    def wait(self, event: Event) -> None:
+        """Makes every later write wait for a record. In the comparison modes nothing is written in place, so no wait."""
+        if self.updates == "shared":
+            self.stream.wait(event.ring, event.generation)
+
+    def arrays(self) -> list[jax.Array]:
+        """The buffers as program arguments, in ``RowLayout.shapes`` order."""
+        return [self._arrays[name] for name in self._names]
+
+    def mirror(self, name: str) -> np.ndarray:
+        """What the scheduler last asked for (the buffer may lag behind). A copy."""
+        return self._mirror[name].copy()
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _update(table: jax.Array, rows: jax.Array, values: jax.Array, first_column: int) -> jax.Array:
+    return table.at[rows, first_column : first_column + values.shape[1]].set(values)

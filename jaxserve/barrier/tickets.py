@@ -1,0 +1,61 @@
+"""Tickets: which record a wait is for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+TICKET_WORDS = 16  # uint32 words of a launch ticket; the layout is csrc/common/launch_ticket.h
+
+
+class Event(NamedTuple):
+    """One record of a ring: the generation a wait names.
+
+    Attributes:
+        ring: a native ``EventRing``.
+        generation: the record's number, 1, 2, ...
+    """
+
+    ring: Any
+    generation: int
+
+    def is_done(self) -> bool:
+        """Polls: recorded or given up."""
+        return self.ring.is_done(self.generation)
+
+    def sync(self, timeout_s: float) -> bool:
+        """Blocks the host until the record; False if the launch that owed it was given up."""
+        return self.ring.sync(self.generation, timeout_s)
+
+    def record(self) -> None:
+        """Records from the host."""
+        self.ring.record(self.generation)
+
+    def abandon(self) -> None:
+        """Gives the record up, because the launch that owed it failed. No-op once recorded."""
+        self.ring.abandon(self.generation)
+
+
+def reserve(ring: Any) -> Event:
+    """The next generation of a ring, reserved by the host before the launch that will record it."""
+    return Event(ring, ring.reserve())
+
+
+def launch_ticket(
+    channel: int = 0,
+    *,
+    write_done: int = 0,
+    read_done_marker: int = 0,
+    read_done_end: int = 0,
+    step_done: int = 0,
+    step_number: int = 0,
+) -> np.ndarray:
+    """The operand uint32[16] that tells the handlers of one launch what to wait for and what to record; 0 means nothing.
+
+    The array is fresh: JAX may alias NumPy operands on the CPU, so it must never be written again.
+    """
+    words = np.array(
+        [channel, write_done, read_done_marker, read_done_end, step_done, step_number, 0, 0], dtype=np.uint64
+    )
+    return words.view(np.uint32)

@@ -1,0 +1,131 @@
+"""``POST /generate``: the smallest useful part of SGLang's own API."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+from pydantic import Field, field_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core.errors import InvalidRequest
+from jaxserve.core.request import CompletionOutput
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.body import parse_fields, read_request
+from jaxserve.server.completion_wire import check_prompts
+from jaxserve.server.disconnect import until_disconnect
+from jaxserve.server.generation import Generation
+from jaxserve.server.generation_wire import GenerationRequest
+from jaxserve.server.json_response import json_response
+from jaxserve.server.lifecycle import Lifecycle
+from jaxserve.server.prompts import encode_prompts
+from jaxserve.server.sse import DONE, SSEResponse, frame
+from jaxserve.server.wire import WireModel
+
+router = APIRouter()
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+
+
+class GenerateRequest(WireModel):
+    """Either ``text`` or ``input_ids``, one or a list; ``sampling_params`` with SGLang's names."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "image_data": (),
+        "input_embeds": (),
+        "logprob_start_len": (-1,),
+        "lora_path": (),
+        "return_hidden_states": (False,),
+        "return_logprob": (False,),
+        "top_logprobs_num": (0,),
+    }
+    harmless: ClassVar[tuple[str, ...]] = ("rid", "return_text_in_logprobs", "log_metrics")
+
+    text: Any = Field(None, json_schema_extra={"type": ["string", "array"]})
+    input_ids: Any = Field(None, json_schema_extra={"type": "array"})
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = None
+
+    @field_validator("text", "input_ids")
+    @classmethod
+    def _check(cls, value: Any) -> Any:
+        if value is not None:
+            check_prompts(value)
+        return value
+
+
+def sglang_params(fields: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters from SGLang's names.
+
+    Raises:
+        InvalidRequest: an unknown or unsupported field, or a value out of range.
+    """
+    renamed = {"max_new_tokens": "max_tokens", "no_stop_trim": "include_stop_str_in_output"}
+    for theirs in ("model", "stream", "stream_options", *renamed.values()):
+        if theirs in fields:
+            message = f"unknown field {theirs!r} in sampling_params"
+            raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
+    for name, neutral in (("min_new_tokens", 0), ("regex", None), ("json_schema", None), ("ebnf", None)):
+        if fields.get(name) not in (None, neutral):
+            message = f"{name} is not supported; leave it out"
+            raise InvalidRequest(message, param=f"sampling_params.{name}", code="unsupported_field")
+    dropped = ("min_new_tokens", "regex", "json_schema", "ebnf")
+    ours = {renamed.get(name, name): value for name, value in fields.items() if name not in dropped}
+    if ours.get("max_tokens") is None:
+        ours["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    try:
+        return parse_fields(GenerationRequest, ours).sampling_params()
+    except InvalidRequest as error:
+        theirs = next((sg for sg, own in renamed.items() if own == error.param), error.param or "")
+        message = error.message.replace(error.param or theirs, theirs, 1)
+        raise InvalidRequest(message, param=f"sampling_params.{theirs}", code=error.code) from None
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Continues prompts; an object for one prompt, a list for several prompts or ``n`` > 1."""
+    lifecycle: Lifecycle = request.app.state.lifecycle
+    engine = lifecycle.engine()
+    body = await read_request(request, GenerateRequest)
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("send either text or input_ids", param="text", code="invalid_value")
+    given = body.text if body.text is not None else body.input_ids
+    params = sglang_params(body.sampling_params or {})
+    prompts = await encode_prompts(engine, check_prompts(given))
+    single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
+    response_id = uuid.uuid4().hex
+    generation = Generation(lifecycle, prompts, params, response_id)
+
+    def shape(output: CompletionOutput) -> dict[str, Any]:
+        reason: dict[str, Any] | None = None
+        if output.finish_reason is not None:
+            reason = {"type": output.finish_reason}
+            if output.stop_reason is not None:
+                reason["matched"] = output.stop_reason
+        meta = {
+            "id": response_id,
+            "finish_reason": reason,
+            "prompt_tokens": len(prompts[output.index // params.n]),
+            "completion_tokens": len(output.token_ids),
+        }
+        shaped = {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
+        return shaped if single else shaped | {"index": output.index}
+
+    async def whole() -> Response:
+        outputs = [shape(output) for output in await generation.collect()]
+        return json_response(outputs[0] if single else outputs)
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        # each frame carries the whole text so far, as SGLang's do
+        outputs = [CompletionOutput(index) for index in range(generation.num_choices)]
+        async for choice, delta in generation.deltas():
+            outputs[choice].append(delta)
+            yield frame(shape(outputs[choice]))
+        yield DONE
+
+    if body.stream:
+        return SSEResponse(frames(), generation)
+    async with generation:
+        return await until_disconnect(request.receive, whole())

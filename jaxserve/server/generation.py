@@ -1,0 +1,151 @@
+"""The engine requests behind one HTTP request, read as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from jaxserve.core.request import CompletionOutput, OutputDelta
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.engine_protocol import EngineLike
+from jaxserve.server.errors import GenerationFailed, NotServing
+from jaxserve.server.lifecycle import Lifecycle
+
+
+class Generation:
+    """One engine request per prompt, ``n`` outputs each; choice ``i`` is output ``i % n`` of prompt ``i // n``.
+
+    All requests are handed to the engine on construction, so one bad prompt refuses the whole batch. Use it as an
+    async context manager: leaving it, for whatever reason, aborts what still runs.
+
+    Attributes:
+        prompt_tokens: tokens of all prompts, each counted once.
+        completion_tokens: tokens of all outputs so far.
+        num_choices: number of outputs.
+
+    Raises:
+        InvalidRequest, CapacityError, EngineDead: from the engine, for any of the prompts.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, prompts: list[list[int]], params: SamplingParams, response_id: str
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._engine: EngineLike = lifecycle.engine()
+        self._params = params
+        self._ended_for_shutdown = False
+        self._sources: list[AsyncIterator[OutputDelta]] = []
+        self._running_ids: list[str] = []
+        self.prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self.completion_tokens = 0
+        self.num_choices = len(prompts) * params.n
+        self._unfinished = set(range(self.num_choices))
+        try:
+            for position, prompt in enumerate(prompts):
+                request_id = f"{response_id}-{position}"
+                self._sources.append(self._engine.generate(prompt, params, request_id))
+                self._running_ids.append(request_id)
+        except BaseException:
+            self._abort()
+            raise
+        lifecycle.active.add(self)
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._lifecycle.active.discard(self)
+        if self._unfinished:
+            self._abort()
+        for source in self._sources:
+            close = getattr(source, "aclose", None)
+            if close is not None:
+                with contextlib.suppress(Exception):
+                    await close()
+
+    def _abort(self) -> None:
+        # Closing an async generator that never started runs none of its code, so it is not enough by itself.
+        for request_id in self._running_ids:
+            self._engine.abort(request_id)
+
+    def end_for_shutdown(self) -> None:
+        """Aborts; ``deltas`` then raises NotServing."""
+        self._ended_for_shutdown = True
+        self._abort()
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """(choice, delta) of all outputs, interleaved as the engine makes them.
+
+        Raises:
+            GenerationFailed: an output ended in an error, or without a finish reason.
+            NotServing: the server shut down before the outputs were finished.
+            EngineDead: the engine stopped.
+        """
+        async with contextlib.aclosing(self._interleaved()) as interleaved:
+            async for position, delta in interleaved:
+                self.completion_tokens += len(delta.token_ids)
+                choice = position * self._params.n + delta.index
+                if delta.finish_reason is not None:
+                    if delta.finish_reason == "error":
+                        raise GenerationFailed(delta.error or "the engine failed on this request")
+                    if delta.finish_reason == "abort" and self._ended_for_shutdown:
+                        break
+                    self._unfinished.discard(choice)
+                yield choice, delta
+        if self._unfinished:
+            if self._ended_for_shutdown:
+                raise NotServing("the server is shutting down; the output is incomplete", code="shutting_down")
+            raise GenerationFailed("the engine ended an output without a finish reason")
+
+    async def collect(self) -> list[CompletionOutput]:
+        """All outputs, complete, in the order of choices.
+
+        Raises:
+            GenerationFailed, NotServing, EngineDead: as ``deltas``.
+        """
+        with_logprobs = self._params.logprobs is not None
+        outputs = [CompletionOutput(i, logprobs=[] if with_logprobs else None) for i in range(self.num_choices)]
+        async for choice, delta in self.deltas():
+            outputs[choice].append(delta)
+        return outputs
+
+    def usage(self) -> dict[str, int]:
+        """Token counts so far, in the OpenAI shape."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+    async def _interleaved(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        if len(self._sources) == 1:  # the usual case needs no queue between engine and client
+            async for delta in self._sources[0]:
+                yield 0, delta
+            return
+        arrived: asyncio.Queue[tuple[int, OutputDelta | BaseException | None]] = asyncio.Queue()
+
+        async def forward(position: int, source: AsyncIterator[OutputDelta]) -> None:
+            ending: BaseException | None = None
+            try:
+                async for delta in source:
+                    arrived.put_nowait((position, delta))
+            except Exception as error:
+                ending = error
+            arrived.put_nowait((position, ending))
+
+        forwards = [asyncio.create_task(forward(i, source)) for i, source in enumerate(self._sources)]
+        try:
+            num_open = len(forwards)
+            while num_open:
+                position, item = await arrived.get()
+                if isinstance(item, OutputDelta):
+                    yield position, item
+                elif item is None:
+                    num_open -= 1
+                else:
+                    raise item
+        finally:
+            for task in forwards:
+                task.cancel()
+            await asyncio.gather(*forwards, return_exceptions=True)

@@ -1,0 +1,195 @@
+"""From start to exit of a server process.
+
+    listen → answer /health → load in a thread → ready → signal → drain → end what is left → exit
+
+The main thread runs the event loop, so signals and health checks are answered while the model loads and compiles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+
+from jaxserve.server.app import create_app
+from jaxserve.server.engine_protocol import EngineLike
+from jaxserve.server.lifecycle import Lifecycle
+from jaxserve.server.listen import base_url, listen
+from jaxserve.server.settings import ServerSettings
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FLUSH_S = 1.0  # for the last frames of ended streams to leave
+ENGINE_STOP_S = 2.0
+EXIT_SLACK_S = 4.0  # this long after the drain timeout the process ends whatever still hangs
+
+T = TypeVar("T")
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # ServerProcess handles signals
+
+
+class ServerProcess:
+    """Runs one server; ``run`` returns the exit code.
+
+    Attributes:
+        url: base URL, known as soon as the object exists: the constructor already listens.
+
+    Raises:
+        ListenError: from the constructor.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], EngineLike],
+        settings: ServerSettings,
+        on_ready: Callable[[EngineLike, str], None] | None = None,
+    ):
+        self._listener = listen(settings.host, settings.port)
+        self.url = base_url(self._listener)
+        self._load = load
+        self._settings = settings
+        self._on_ready = on_ready
+        self._lifecycle = Lifecycle()
+        self._loader: threading.Thread | None = None
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        """Serves until a signal. Errors of loading come out as they were raised.
+
+        A stop signal gives 0 once requests could be served, 128 + signal before that.
+        """
+        try:
+            code = asyncio.run(self._main())
+        except BaseException:
+            self._exit_if_loading(1)
+            raise
+        self._exit_if_loading(code)
+        return code
+
+    def _exit_if_loading(self, code: int) -> None:
+        # A thread within XLA's compiler can neither be stopped nor outlive the interpreter's teardown.
+        if self._loader is not None and self._loader.is_alive():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    async def _main(self) -> int:
+        stop = asyncio.Event()
+        self._handle_signals(stop)
+        settings = self._settings
+        config = uvicorn.Config(
+            create_app(self._lifecycle, settings),
+            lifespan="off",
+            ws="none",
+            log_level="info" if settings.access_log else "warning",
+            access_log=settings.access_log,
+            server_header=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + FLUSH_S),
+        )
+        server = _Uvicorn(config)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(stop.wait())
+        engine: EngineLike | None = None
+        try:
+            engine = await self._first(self._load_in_thread(), stopping)
+            if engine is not None and await self._first(asyncio.create_task(_start(engine)), stopping):
+                self._lifecycle.serve_with(engine)
+                if self._on_ready is not None:
+                    self._on_ready(engine, self.url)
+                either: set[asyncio.Future[Any]] = {stopping, serving}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                await self._drain(server)
+                return 0
+            return 128 + (self._signal or 0)
+        except Exception as error:
+            self._lifecycle.fail(str(error))
+            raise
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=settings.drain_timeout_s + EXIT_SLACK_S)
+            stopping.cancel()
+            if engine is not None:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(engine.stop(drain_s=0.0), ENGINE_STOP_S)
+
+    async def _first(self, work: asyncio.Future[T], stopping: asyncio.Future[Any]) -> T | None:
+        """The result of ``work``, or None when the stop signal comes first."""
+        both: set[asyncio.Future[Any]] = {work, stopping}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        work.cancel()
+        return None
+
+    def _load_in_thread(self) -> asyncio.Future[EngineLike | None]:
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[EngineLike | None] = loop.create_future()
+
+        def settle(engine: EngineLike | None, error: BaseException | None) -> None:
+            if loaded.cancelled():
+                return
+            if engine is not None:
+                loaded.set_result(engine)
+            else:
+                assert error is not None
+                # a SystemExit of the loader must not unwind the event loop
+                loaded.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+        def load() -> None:
+            try:
+                settled: tuple[EngineLike | None, BaseException | None] = (self._load(), None)
+            except BaseException as error:
+                settled = (None, error)
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, *settled)
+
+        self._loader = threading.Thread(target=load, name="jaxserve-load", daemon=True)
+        self._loader.start()
+        return loaded
+
+    async def _drain(self, server: uvicorn.Server) -> None:
+        self._lifecycle.begin_drain()
+        server.should_exit = True  # closes the listener; open answers go on
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while self._lifecycle.active and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self._lifecycle.end_active()
+
+    def _handle_signals(self, stop: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_signal(number: int) -> None:
+            if self._signal is not None:  # the second one means now
+                os._exit(128 + number)
+            self._signal = number
+            name = signal.Signals(number).name
+            print(f"{name}: stopping; send it again to stop at once", file=sys.stderr, flush=True)
+            watchdog = threading.Timer(self._settings.drain_timeout_s + EXIT_SLACK_S, os._exit, (1,))
+            watchdog.daemon = True
+            watchdog.start()
+            stop.set()
+
+        for number in STOP_SIGNALS:
+            # under nohup SIGHUP is ignored on purpose
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            with contextlib.suppress(RuntimeError, ValueError):  # not the main thread: whoever runs us has the signals
+                loop.add_signal_handler(number, on_signal, number)
+
+
+async def _start(engine: EngineLike) -> bool:
+    await engine.start()
+    return True

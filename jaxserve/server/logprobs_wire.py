@@ -1,0 +1,93 @@
+"""Log-probabilities in the shapes of the two APIs.
+
+Values are natural logs of the softmax of the model's raw logits, before temperature and filters. JSON has no
+infinity, so nothing below ``FLOOR`` is written: -inf and NaN become -9999.0.
+
+A token that is only part of a character is written ``bytes:\\xe4\\xb8`` instead of U+FFFD, so that different tokens
+keep different names; the ``bytes`` field of the chat API is exact in any case.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.core.request import TokenLogprob
+from jaxserve.server.engine_protocol import TokenizerLike
+
+FLOOR = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """The value, or ``FLOOR`` where JSON has no number for it."""
+    return logprob if logprob >= FLOOR else FLOOR  # a comparison with NaN is false
+
+
+def token_name(tokenizer: TokenizerLike, token_id: int) -> tuple[str, bytes]:
+    """How a token is written in JSON, and its bytes."""
+    raw = tokenizer.token_bytes(token_id)
+    if not raw:
+        text = tokenizer.token_text(token_id)
+        return text, text.encode("utf-8", "replace")
+    try:
+        return raw.decode("utf-8"), raw
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+
+def _chat_entry(tokenizer: TokenizerLike, token_id: int, logprob: float) -> dict[str, Any]:
+    name, raw = token_name(tokenizer, token_id)
+    return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def chat_logprobs(tokenizer: TokenizerLike, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """``choice.logprobs`` of the chat API: one entry per token."""
+    content = []
+    for one in logprobs:
+        entry = _chat_entry(tokenizer, one.token_id, one.logprob)
+        entry["top_logprobs"] = [_chat_entry(tokenizer, token_id, logprob) for token_id, logprob in one.top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """``choice.logprobs`` of the completions API for one output, chunk after chunk.
+
+    ``text_offset`` counts the characters of the output before each token; a stream goes on counting. A token inside a
+    character has the offset of that character.
+    """
+
+    def __init__(self, tokenizer: TokenizerLike, skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def take(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """The shape for the next tokens of the output."""
+        tokens: list[str] = []
+        top_logprobs: list[dict[str, float]] = []
+        text_offset: list[int] = []
+        for one in logprobs:
+            name, raw = token_name(self._tokenizer, one.token_id)
+            tokens.append(name)
+            text_offset.append(self._num_characters)
+            if not self._is_skipped(one.token_id, name, raw):
+                self._num_characters += len(self._decoder.decode(raw))
+            top = {name: finite(one.logprob)} if one.top else {}
+            for token_id, logprob in one.top:
+                top.setdefault(token_name(self._tokenizer, token_id)[0], finite(logprob))
+            top_logprobs.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(one.logprob) for one in logprobs],
+            "top_logprobs": top_logprobs,
+            "text_offset": text_offset,
+        }
+
+    def _is_skipped(self, token_id: int, name: str, raw: bytes) -> bool:
+        # Decoded alone, part of a character or a lone space may vanish too; neither is a special token.
+        if not self._skip_special_tokens or name.startswith("bytes:") or raw.isspace():
+            return False
+        return not self._tokenizer.decode([token_id])
