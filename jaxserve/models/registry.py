@@ -57,7 +57,16 @@ def register_model(architecture: str, model_class: Callable[..., Any], weight_ma
     _registered[architecture] = RegisteredModel(architecture, model_class, weight_map or same_names)
 
 
-def model_class_for(config: ModelConfig) -> RegisteredModel:
+def model_class_for(config: ModelConfig) -> Callable[..., Any]:
+    """The class that serves ``config.architecture``.
+
+    Raises:
+        ModelLoadError: as ``registered_model_for``.
+    """
+    return registered_model_for(config).model_class
+
+
+def registered_model_for(config: ModelConfig) -> RegisteredModel:
     """The registration that serves ``config.architecture``.
 
     Raises:

@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders and GGUF files, to model parameters on the device."""
