@@ -1,0 +1,1 @@
+"""The ``jaxserve`` command. Importing it does not import JAX, so ``--help`` is quick."""

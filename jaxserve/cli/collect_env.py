@@ -1,0 +1,98 @@
+"""``jaxserve collect-env``: print what a bug report needs: versions, devices, settings."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from jaxserve.server.version import version
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pydantic", "orjson")
+PREFIXES = ("JAX", "XLA", "CUDA_VISIBLE_DEVICES", "HF_HOME", "OMP_NUM_THREADS", "TF_GPU")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command has no flags."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints one ``name: value`` per line; what cannot be found out says why instead of failing."""
+    for name, find in FACTS.items():
+        try:
+            print(f"{name}: {find()}")
+        except Exception as error:
+            print(f"{name}: unknown ({type(error).__name__}: {error})")
+    for variable in sorted(os.environ):
+        if variable.startswith(PREFIXES):
+            hidden = any(word in variable for word in SECRET)
+            print(f"env {variable}: {'(set, not shown)' if hidden else os.environ[variable]}")
+    return 0
+
+
+def _packages() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def _cpu() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].split(":", 1)[1].strip() if lines else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores usable"
+
+
+def _memory() -> str:
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return f"{pages * page_bytes / 2**30:.1f} GiB"
+
+
+def _ffi() -> str:
+    # jaxlib does not tell at run time; its headers, which the extension is built with, do
+    import jax
+
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    numbers = {}
+    for line in header.read_text().splitlines():
+        words = line.split()
+        if len(words) == 3 and words[0] == "#define" and words[1] in ("XLA_FFI_API_MAJOR", "XLA_FFI_API_MINOR"):
+            numbers[words[1]] = words[2]
+    return f"{numbers['XLA_FFI_API_MAJOR']}.{numbers['XLA_FFI_API_MINOR']}"
+
+
+def _devices() -> str:
+    import jax
+
+    return ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices())
+
+
+def _extension() -> str:
+    built = [name for name in ("_cpu", "_cuda") if importlib.util.find_spec(f"jaxserve.{name}") is not None]
+    return ", ".join(built) if built else "not built (see BUILD.md)"
+
+
+FACTS: dict[str, Callable[[], str]] = {
+    "jaxserve": version,
+    "python": lambda: f"{sys.version.split()[0]} ({platform.python_implementation()})",
+    "platform": platform.platform,
+    "packages": _packages,
+    "cpu": _cpu,
+    "memory": _memory,
+    "extension": _extension,
+    "XLA FFI API": _ffi,
+    "devices": _devices,
+}

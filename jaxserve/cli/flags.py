@@ -1,0 +1,166 @@
+"""Engine flags: one per field of ``EngineConfig``, with the names users of other engines know."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.cli.parser import env_flag, int_list
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One engine flag.
+
+    Attributes:
+        field: the field of ``EngineConfig``; ``--its-name`` is the flag.
+        kind: ``"switch"`` turns a setting on; ``"no"`` is ``--no-x`` for one that is on; else how to read a value.
+        help: one sentence.
+        aliases: other names for the same flag.
+        env: environment variable that turns a switch on.
+        metavar: what stands for the value in ``--help``.
+        choices: the only values there are.
+    """
+
+    field: str
+    kind: Any
+    help: str
+    aliases: tuple[str, ...] = ()
+    env: str | None = None
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+
+
+FLAGS = (
+    Flag("model", str, "'default', a Hugging Face folder, or a .gguf file", ("--model-path",), metavar="MODEL"),
+    Flag("served_model_name", str, "name clients use; by default the model's own", metavar="NAME"),
+    Flag("dtype", str, "auto is float32 on CPU, bfloat16 on GPU", choices=("auto", "float32", "bfloat16")),
+    Flag("load_format", str, "dummy fills random weights", choices=("auto", "dummy")),
+    Flag("page_size", int, "tokens per KV page, 1..64", metavar="N"),
+    Flag("num_pages", int, "KV pages; by default as many as memory allows", metavar="N"),
+    Flag(
+        "mem_fraction_static",
+        float,
+        "most of the free memory that weights and KV pages may take",
+        ("--gpu-memory-utilization",),
+        metavar="F",
+    ),
+    Flag(
+        "context_length",
+        int,
+        "most tokens of a sequence; by default the model's",
+        ("--max-model-len",),
+        metavar="N",
+    ),
+    Flag("max_running_requests", int, "most sequences that decode together", ("--max-num-seqs",), metavar="N"),
+    Flag("max_queued_requests", int, "most requests that wait; one more is refused", metavar="N"),
+    Flag("chunked_prefill_size", int, "most prompt tokens computed in one step", metavar="N"),
+    Flag(
+        "prefill_token_buckets",
+        int_list,
+        "compiled prefill sizes, like 16,64,256",
+        ("--precompile-token-paddings",),
+        metavar="N,N",
+    ),
+    Flag(
+        "decode_batch_buckets",
+        int_list,
+        "compiled decode batch sizes, like 1,2,4,8",
+        ("--cuda-graph-bs", "--precompile-bs-paddings"),
+        metavar="N,N",
+    ),
+    Flag("attention_backend", str, "a registered backend, or auto", metavar="NAME"),
+    Flag("prefill_attention_backend", str, "prefill child of the hybrid backend", metavar="NAME"),
+    Flag("decode_attention_backend", str, "decode child of the hybrid backend", metavar="NAME"),
+    Flag(
+        "disable_overlap_schedule",
+        "switch",
+        "collect each step before planning the next",
+        env="JAXSERVE_DISABLE_OVERLAP_SCHEDULE",
+    ),
+    Flag(
+        "force_coarse_war_barrier",
+        "switch",
+        "wait for whole executions instead of read-done events",
+        env="JAXSERVE_FORCE_COARSE_WAR_BARRIER",
+    ),
+    Flag("disable_war_barrier", "switch", "no barrier at all: unsound, needs --allow-unsafe"),
+    Flag("allow_unsafe", "switch", "accept settings that can corrupt output"),
+    Flag("shared_read_marker", "no", "compile programs without the read-done marker; reads are hoisted instead"),
+    Flag("compat_unsound_fallback", "switch", "publish before reads end when there is no marker: unsound"),
+    Flag(
+        "shared_updates",
+        str,
+        "how control rows reach the device; the others exist for comparison",
+        choices=("shared", "upload", "functional"),
+    ),
+    Flag("seed", int, "seed of the seeds of requests that bring none", metavar="N"),
+    Flag("fence_timeout_s", float, "longest wait for a record before a step fails", ("--fence-timeout",), metavar="S"),
+    Flag(
+        "compilation_cache_dir",
+        str,
+        "persistent XLA cache; '' disables it",
+        metavar="DIR",
+    ),
+    Flag("skip_warmup", "switch", "compile programs when first used instead of at start"),
+    Flag("hold_points", "switch", "compile hold points into programs, for tests"),
+)
+
+
+_PREFIX = "engine_"  # of attributes, so that the engine's seed and a request's do not meet
+
+
+def add_engine_flags(
+    parser: argparse.ArgumentParser, *, positional_model: bool = False, without: tuple[str, ...] = ()
+) -> None:
+    """Adds every engine flag but those of the fields in ``without``.
+
+    A flag that is not given leaves no attribute, so defaults live in one place.
+    """
+    group = parser.add_argument_group("engine")
+    if positional_model:
+        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="same as --model")
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    for flag in FLAGS:
+        if flag.field in without:
+            continue
+        name = "--" + flag.field.replace("_", "-")
+        default, text = defaults[flag.field], flag.help
+        options: dict[str, Any] = {"dest": _PREFIX + flag.field, "default": argparse.SUPPRESS}
+        if flag.kind in ("switch", "no"):
+            options["action"] = "store_true" if flag.kind == "switch" else "store_false"
+            name = name if flag.kind == "switch" else "--no-" + name[2:]
+            text += f" (also {flag.env}=1)" if flag.env else ""
+        else:
+            options.update(type=flag.kind, metavar=flag.metavar, choices=flag.choices)
+            text += f" (default {default})" if default is not None else ""
+        group.add_argument(name, *flag.aliases, help=text.replace("%", "%%"), **options)
+
+
+def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
+    """The engine's configuration from flags, then environment variables, then ``defaults``.
+
+    Raises:
+        ConfigError: a value out of range, or two different models.
+    """
+    settings = dict(defaults)
+    for flag in FLAGS:
+        if hasattr(arguments, _PREFIX + flag.field):
+            settings[flag.field] = getattr(arguments, _PREFIX + flag.field)
+        elif flag.env and env_flag(flag.env):
+            settings[flag.field] = True
+    positional = getattr(arguments, "model_argument", None)
+    if positional is not None:
+        if settings.get("model", positional) != positional:
+            raise ConfigError(f"MODEL is {positional!r} but --model is {settings['model']!r}; give one of them")
+        settings["model"] = positional
+    return EngineConfig(**settings)
+
+
+def given_engine_flags(arguments: argparse.Namespace) -> list[str]:
+    """Names of the engine flags on the command line."""
+    return ["--" + flag.field.replace("_", "-") for flag in FLAGS if hasattr(arguments, _PREFIX + flag.field)]
