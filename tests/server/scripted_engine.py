@@ -133,8 +133,9 @@ class ScriptedEngine:
                     yield OutputDelta(request_id, index, text, (token,), logprobs, reason)
                 if aborted.is_set() or (self.error_after is not None and position >= self.error_after):
                     return
-        finally:
             self.running.pop(request_id, None)
+        finally:
+            self.abort(request_id)  # closed or failed before the end
 
     def _logprob(self, token: int, count: int) -> TokenLogprob:
         top = tuple(((token + i) % 256, self.logprob - i) for i in range(count))
