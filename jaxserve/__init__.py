@@ -1,0 +1,29 @@
+"""jaxserve: an LLM serving engine for Flax models on JAX/XLA, with a fenced overlap scheduler."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jaxserve.attention.registry import register_attention_backend as register_attention_backend
+    from jaxserve.core.sampling_params import SamplingParams as SamplingParams
+    from jaxserve.engine.llm import LLM as LLM
+    from jaxserve.models.registry import register_model as register_model
+
+# Loaded on first use: `jaxserve --help` must not wait for JAX.
+_PUBLIC = {
+    "LLM": "jaxserve.engine.llm",
+    "SamplingParams": "jaxserve.core.sampling_params",
+    "register_attention_backend": "jaxserve.attention.registry",
+    "register_model": "jaxserve.models.registry",
+}
+__all__ = ["LLM", "SamplingParams", "register_attention_backend", "register_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

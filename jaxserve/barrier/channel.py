@@ -45,6 +45,13 @@ class FenceChannel:
             step_number=step_number,
         )
 
+    def abandon_all(self) -> None:
+        """Gives up every record still owed, after a failed execution: nobody may wait for it any more."""
+        for ring in (self.read_done, self.step_done):
+            newest = ring.newest_reserved
+            for generation in range(max(1, newest - RING_SLOTS + 1), newest + 1):
+                ring.abandon(generation)
+
     def close(self) -> None:
         """Launches still running neither wait nor record from now on."""
         self._native.close_channel(self.number)

@@ -9,6 +9,7 @@ engine without shared buffers must; they exist to be measured beside it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -128,6 +129,14 @@ class SharedRows:
         """Makes every later write wait for a record. In the comparison modes nothing is written in place, so no wait."""
         if self.updates == "shared":
             self.stream.wait(event.ring, event.generation)
+
+    def recover(self) -> None:
+        """After a failed step: drains the stream, clears its error, and writes every row anew."""
+        with contextlib.suppress(RuntimeError):  # the error that is being recovered from
+            self.stream.sync()
+        self.stream.reset()
+        for name, mirror in self._mirror.items():
+            self._write(name, np.arange(mirror.shape[0], dtype=np.int32), mirror.copy())
 
     def arrays(self) -> list[jax.Array]:
         """The buffers as program arguments, in ``RowLayout.shapes`` order."""

@@ -1,0 +1,69 @@
+"""One growing token list and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from jaxserve.core.request import FinishReason, Request
+
+
+class Status(Enum):
+    """The only statuses a sequence has."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One output of a request while it is computed. The scheduler alone changes it.
+
+    Attributes:
+        request: what the client asked for.
+        index: which of the request's outputs.
+        seed: 64-bit seed of its random numbers.
+        max_total: prompt and output tokens together it may reach.
+        token_ids: prompt and committed output.
+        slot: decode slot while RUNNING, else None.
+        page_ids: KV pages, in position order.
+        num_scheduled: tokens whose KV a dispatched step computes (or computed).
+        num_in_flight: sampled tokens that are dispatched but not committed.
+        prefill_len: tokens to prefill before decoding; the prompt, or after a preemption prompt and output so far.
+        num_preemptions: how often its pages were taken away.
+    """
+
+    request: Request
+    index: int
+    seed: int
+    max_total: int
+    token_ids: list[int]
+    status: Status = Status.WAITING
+    slot: int | None = None
+    page_ids: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    num_in_flight: int = 0
+    prefill_len: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether some of the tokens to prefill are not dispatched yet."""
+        return self.num_scheduled < self.prefill_len
+
+    @property
+    def fully_planned(self) -> bool:
+        """Whether its last token is committed or in flight: no further step is needed."""
+        return len(self.token_ids) + self.num_in_flight >= self.max_total

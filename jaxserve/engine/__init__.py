@@ -1,0 +1,1 @@
+"""The engine: requests in, deltas out; blocking (``LLM``) and asynchronous (``AsyncEngine``)."""

@@ -1,0 +1,146 @@
+"""Puts an engine's parts together from a configuration: model, backend, shared rows, pool, runners, scheduler."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.registry import make_backend
+from jaxserve.barrier.native import native_module
+from jaxserve.barrier.shared_rows import RowLayout, SharedRows
+from jaxserve.core.config import MIB, EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.shapes import ceil_div
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
+from jaxserve.models.loading.default_model import cache_folder, default_model_path
+from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
+from jaxserve.runner.buckets import make_buckets
+from jaxserve.runner.model_runner import KVLayout, ModelRunner
+from jaxserve.runner.step_runner import StepRunner
+from jaxserve.runner.worker import TargetWorker
+from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.scheduler import Scheduler
+from jaxserve.scheduler.war_barrier import WarBarrier
+
+log = logging.getLogger(__name__)
+
+DEFAULT_POOL_TOKENS = 32_768  # KV tokens when nothing is said: enough for a laptop, a few percent of a card
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is made of."""
+
+    checkpoint: Checkpoint
+    model: LoadedModel
+    context_length: int
+    rows: SharedRows
+    worker: TargetWorker
+    scheduler: Scheduler
+    platform: str
+
+
+def resolve_model_path(model: str) -> Path:
+    """``"default"`` fetches the default model; anything else is a path.
+
+    Raises:
+        ModelLoadError: nothing is there.
+    """
+    return default_model_path() if model == "default" else Path(model).expanduser()
+
+
+def enable_compilation_cache(folder: str | None) -> None:
+    """Turns the persistent XLA cache on (None: ``JAX_COMPILATION_CACHE_DIR`` or the default folder; "": off)."""
+    if folder == "":
+        return
+    chosen = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_folder() / "xla")
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    # The default keeps only programs that took over a second to compile, and starts most of ours from nothing.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def available_memory_bytes(platform: str) -> int:
+    """Free memory of the device, or of the host for the CPU."""
+    if platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0))
+
+
+def _num_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int) -> int:
+    """Pages of the pool, the null page included: as configured, or what the context, slots and memory call for."""
+    if config.num_pages is not None:
+        num_pages = config.num_pages + 1
+        if kv.bytes_per_page * num_pages > free_bytes:
+            raise ConfigError(
+                f"--num-pages {config.num_pages} needs {kv.bytes_per_page * num_pages // MIB} MiB of KV, "
+                f"{free_bytes // MIB} MiB are free; lower it"
+            )
+        return num_pages
+    tokens = min(config.max_running_requests * context_length, max(context_length, DEFAULT_POOL_TOKENS))
+    wanted = ceil_div(tokens, config.page_size) + 1
+    affordable = int(free_bytes * config.mem_fraction_static) // kv.bytes_per_page
+    one_sequence = ceil_div(context_length, config.page_size) + 1
+    if affordable < one_sequence:
+        raise ConfigError(
+            f"{free_bytes // MIB} MiB are free, but one sequence of {context_length} tokens needs "
+            f"{one_sequence * kv.bytes_per_page // MIB} MiB of KV; lower --context-length"
+        )
+    return min(wanted, affordable)
+
+
+def assemble(config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]) -> EngineParts:
+    """Loads the model and builds everything around it; compiles nothing yet.
+
+    Raises:
+        ConfigError: settings that cannot work together or on this machine.
+        ModelLoadError: the checkpoint.
+    """
+    enable_compilation_cache(config.compilation_cache_dir)
+    platform = jax.default_backend()
+    native_module(platform)  # a missing or unfit extension is found before anything slow
+    path = resolve_model_path(config.model)
+    checkpoint = open_checkpoint(path)
+    model_config = checkpoint.model_config
+    dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
+    backend = make_backend(config, platform, dtype)
+    context_length = config.context_length or model_config.max_position_embeddings
+    if context_length > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"--context-length {context_length} exceeds the model's {model_config.max_position_embeddings}; lower it"
+        )
+    buckets = make_buckets(config, context_length, backend.width_buckets)
+
+    progress(f"loading {checkpoint.name} ({dtype}, {platform})")
+    if config.load_format == "dummy":
+        model = dummy_model(model_config, jnp.dtype(dtype), seed=0)
+    else:
+        model = load_model(checkpoint, jnp.dtype(dtype))
+    kv = KVLayout(
+        model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size, jnp.dtype(dtype)
+    )
+    num_pages = _num_pages(config, kv, context_length, available_memory_bytes(platform))
+    kv = KVLayout(kv.num_layers, kv.num_kv_heads, kv.head_dim, num_pages, kv.page_size, kv.dtype)
+    progress(f"KV pool: {num_pages - 1} pages of {kv.page_size} tokens, {kv.bytes_per_page * num_pages // MIB} MiB")
+
+    layout = RowLayout(config.max_running_requests, ceil_div(context_length, config.page_size))
+    rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
+    runner = ModelRunner(model, backend, rows, kv, config, platform)
+    worker = TargetWorker(runner, StepRunner(runner, buckets, on_late_compile))
+    barrier = WarBarrier(
+        rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
+    )
+    if config.disable_war_barrier:
+        log.warning("the write-after-read barrier is disabled: output may be corrupt")
+    scheduler = Scheduler(
+        worker, rows, PagePool(num_pages, config.page_size), barrier,
+        chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size,
+    )  # fmt: skip
+    return EngineParts(checkpoint, model, context_length, rows, worker, scheduler, platform)

@@ -1,0 +1,249 @@
+"""The engine: one step at a time, the next one dispatched before the last one is read."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CapacityError, InvalidRequest
+from jaxserve.core.request import OutputDelta, Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.shapes import ceil_div
+from jaxserve.engine.assembly import assemble
+from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.output import OutputBuilder
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.launch import Launch, StepResult
+from jaxserve.text.chat_template import encode_chat
+
+log = logging.getLogger(__name__)
+SEED_MASK = 2**63 - 1
+
+
+class Engine:
+    """Serves one model. Not thread-safe: one thread adds, aborts and steps.
+
+    Attributes:
+        model_name: what the model is called.
+        tokenizer, chat_template: from the checkpoint.
+        context_length: most tokens of a sequence, prompt and output together.
+        metrics: counters, kept exact whatever happens to a request.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda message: None):
+        self.config = config
+        self.progress = progress
+        self._late_compiles = 0
+        parts = assemble(config, progress, self._on_late_compile)
+        self.parts = parts
+        self.scheduler = parts.scheduler
+        self.tokenizer = parts.checkpoint.tokenizer
+        self.chat_template = parts.checkpoint.chat_template
+        self.context_length = parts.context_length
+        self.model_name = parts.checkpoint.name
+        self.model_config = parts.model.config
+        self.metrics = EngineMetrics(self)
+        self._overlap = not config.disable_overlap_schedule
+        self._in_flight: Launch | None = None
+        self._outputs: dict[Sequence, OutputBuilder] = {}
+        self._requests: dict[str, list[Sequence]] = {}
+        self._seeds = random.Random(config.seed if config.seed is not None else secrets.randbits(64))
+        if not config.skip_warmup:
+            self.warm_up()
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[OutputDelta]:
+        """Dispatches the next step, then collects and commits the one before it."""
+        try:
+            ahead = self._dispatch(self.scheduler.plan())
+            deltas = self._commit(self._in_flight, self._collect(self._in_flight))
+            self._in_flight = ahead
+            if not self._overlap and ahead is not None:
+                deltas += self._commit(ahead, self._collect(ahead))
+                self._in_flight = None
+        except Exception as error:
+            log.exception("step %d failed", self.scheduler.step_number)
+            return self._fail_running(error)
+        return deltas
+
+    def _dispatch(self, batch: StepBatch[Sequence] | None) -> Launch | None:
+        if batch is None:
+            return None
+        launch = self.scheduler.launch(batch)
+        self.metrics.launched(batch)
+        return launch
+
+    def _collect(self, launch: Launch | None) -> StepResult | None:
+        return launch.collect() if launch is not None else None
+
+    def _commit(self, launch: Launch | None, result: StepResult | None) -> list[OutputDelta]:
+        if launch is None or result is None:
+            return []
+        deltas = []
+        for committed in self.scheduler.commit(launch, result):
+            output = self._outputs[committed.sequence]
+            deltas.append(output.push(committed))
+            self.metrics.committed(committed.sequence)
+            if output.finish_reason is not None:
+                self._finish(committed.sequence)
+        return deltas
+
+    def _finish(self, sequence: Sequence) -> None:
+        reason = self._outputs.pop(sequence).finish_reason
+        assert reason is not None
+        self.scheduler.finish(sequence, reason)
+        self.metrics.finished(sequence)
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return self._in_flight is not None or self.scheduler.has_work
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def check(self, prompt_ids: list[int], params: SamplingParams) -> int:
+        """Checks a request against the model and the pool; returns the most tokens each output may have in all.
+
+        Raises:
+            InvalidRequest: what was wanted, what came, what to do.
+        """
+        vocab, limit = self.model_config.vocab_size, self.context_length
+        if not prompt_ids:
+            raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt", code="empty_prompt")
+        wrong = [t for t in (*prompt_ids, *params.stop_token_ids) if isinstance(t, bool) or not 0 <= t < vocab]
+        if wrong:
+            raise InvalidRequest(
+                f"token id {wrong[0]} is outside the vocabulary of {vocab}", param="prompt", code="invalid_token"
+            )
+        length = len(prompt_ids)
+        wanted = length + (1 if params.max_tokens is None else params.max_tokens)
+        if wanted > limit:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens and asks for {wanted - length} more, {wanted} in all; this model's "
+                f"context length is {limit}. Shorten the prompt or lower max_tokens",
+                param="max_tokens" if length < limit else "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        pool_tokens = self.scheduler.pool.num_usable * self.scheduler.pool.page_size
+        if wanted > pool_tokens:
+            needed, pages = ceil_div(wanted, self.scheduler.pool.page_size), self.scheduler.pool.num_usable
+            raise InvalidRequest(
+                f"the request needs {needed} pages, the pool has {pages}; raise --num-pages or ask for fewer tokens",
+                param="max_tokens", code="pool_too_small",
+            )  # fmt: skip
+        return min(limit, pool_tokens) if params.max_tokens is None else wanted
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidRequest: it cannot be served.
+            CapacityError: the queue is full.
+        """
+        max_total = self.check(list(request.prompt_ids), request.params)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
+        limit = self.config.max_queued_requests
+        if len(self.scheduler.waiting) + request.params.n > limit + len(self.scheduler.free_slots):
+            raise CapacityError(
+                f"{len(self.scheduler.waiting)} sequences are waiting, the limit is {limit}; try again later", status=429
+            )
+        self.metrics.accepted(request)
+        sequences = []
+        for index in range(request.params.n):
+            sequence = Sequence(request, index, self._seed(request.params.seed, index), max_total,
+                                list(request.prompt_ids))  # fmt: skip
+            self._outputs[sequence] = OutputBuilder(sequence, self.tokenizer, self.model_config.eos_token_ids)
+            self.scheduler.add(sequence)
+            sequences.append(sequence)
+        self._requests[request.request_id] = sequences
+
+    def _seed(self, seed: int | None, index: int) -> int:
+        if seed is None:
+            return self._seeds.getrandbits(63)
+        # Outputs of one seeded request differ from each other and are the same every time.
+        return (seed + index * 0x9E3779B97F4A7C15) & SEED_MASK if index else seed
+
+    def abort(self, request_id: str) -> list[OutputDelta]:
+        """Ends a request wherever it is; returns the last deltas of its outputs. Unknown ids are ignored."""
+        deltas = []
+        for sequence in list(self._requests.get(request_id, ())):
+            deltas.append(self._outputs[sequence].end("abort"))
+            self._finish(sequence)
+        return deltas
+
+    def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None) -> list[int]:
+        """Token ids of a conversation by the model's chat template. Raises InvalidRequest."""
+        return encode_chat(
+            self.tokenizer, self.chat_template, messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )
+
+    # -- failure -----------------------------------------------------------------------------------------------------
+
+    def _fail_running(self, error: Exception) -> list[OutputDelta]:
+        """After a failed execution: the donated pool is gone, so every sequence that had KV in it fails. Waiting
+        requests are served as if nothing had happened."""
+        runner = self.parts.worker.model_runner
+        for launch in (self._in_flight,):
+            if launch is not None:
+                launch.step_done.abandon()
+                if launch.read_done is not None:
+                    launch.read_done.abandon()
+        self._in_flight = None
+        runner.channel.abandon_all()
+        runner.shared_read_done_event = None
+        self.parts.rows.recover()
+        runner.reset_device_state()
+        deltas = []
+        lost = [s for s in self._outputs if s in self.scheduler.running or s.num_in_flight]
+        for sequence in lost:
+            sequence.num_in_flight = 0
+            deltas.append(self._outputs[sequence].end("error", error=f"{type(error).__name__}: {error}"))
+            self._finish(sequence)
+        return deltas
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compiles every program and runs one prefill and one decode step, so that the first request is not special."""
+        start = time.monotonic()
+        runner = self.parts.worker.step_runner
+        steps, preps = runner.program_keys()
+        total, done = len(steps) + len(preps), 0
+
+        def report(label: str, seconds: float) -> None:
+            nonlocal done
+            done += 1
+            self.progress(f"compiling programs {done}/{total}: {label} ({seconds:.1f} s)")
+
+        runner.warm_up(report)
+        budget = max(1, min(2, self.context_length - 1))
+        self.add(Request("warm-up", (0,), SamplingParams(max_tokens=budget, temperature=0.0, ignore_eos=True)))
+        while self.has_work:
+            self.step()
+        self.metrics.reset()
+        self.progress(f"ready after {time.monotonic() - start:.1f} s of warm-up")
+
+    def _on_late_compile(self, label: str) -> None:
+        self._late_compiles += 1
+        log.warning("compiled %s while serving; requests waited for it", label)
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Programs compiled after warm-up. Should stay 0."""
+        return self._late_compiles
+
+    def close(self) -> None:
+        """Ends what is in flight and frees the fences. Idempotent."""
+        if self._in_flight is not None:
+            self._in_flight = None
+        self.parts.worker.close()

@@ -1,0 +1,94 @@
+"""Engine metrics in Prometheus form. Names follow the field: ``jaxserve:num_requests_running`` and so on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.request import Request
+from jaxserve.core.sequence import Sequence
+from jaxserve.runner.batch import StepBatch
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+
+LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+
+
+class EngineMetrics:
+    """Counters and gauges of one engine.
+
+    Attributes:
+        registry: what ``/metrics`` renders.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts all counts at zero (after warm-up)."""
+        self.registry = CollectorRegistry()
+        self._model = {"model_name": self._engine.model_name}
+        self._first_token: dict[Sequence, float] = {}
+        self._last_token: dict[Sequence, float] = {}
+        scheduler, rows = self._engine.scheduler, self._engine.parts.rows
+        pool = scheduler.pool
+        self._gauge("num_requests_running", "Sequences that hold a slot", lambda: len(scheduler.running))
+        self._gauge("num_requests_waiting", "Sequences that wait for one", lambda: len(scheduler.waiting))
+        self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1",
+                    lambda: 1 - pool.num_free / max(1, pool.num_usable))  # fmt: skip
+        self._gauge("num_preemptions", "Sequences whose pages were taken away", lambda: scheduler.num_preemptions)
+        self._gauge("late_compiles", "Programs compiled while serving", lambda: self._engine.num_late_compiles)
+        self._gauge("schedule_stream_wait_seconds", "Time row writes stood still behind fences",
+                    lambda: rows.stream.stats()["wait_ns"] / 1e9)  # fmt: skip
+        self._fences = Gauge("jaxserve:fences", "Write-after-read fences applied", ["model_name", "kind", "reason"],
+                             registry=self.registry)  # fmt: skip
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
+        self._generation_tokens = self._counter("generation_tokens", "Output tokens delivered")
+        self._finished = Counter("jaxserve:request_success", "Outputs ended", ["model_name", "finished_reason"],
+                                 registry=self.registry)  # fmt: skip
+        self._steps = Counter("jaxserve:steps", "Steps launched", ["model_name", "mode"], registry=self.registry)
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
+        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one output")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token")
+
+    def _gauge(self, name: str, text: str, read: Any) -> None:
+        gauge = Gauge(f"jaxserve:{name}", text, ["model_name"], registry=self.registry)
+        gauge.labels(**self._model).set_function(read)
+
+    def _counter(self, name: str, text: str) -> Any:
+        return Counter(f"jaxserve:{name}", text, ["model_name"], registry=self.registry).labels(**self._model)
+
+    def _histogram(self, name: str, text: str) -> Any:
+        histogram = Histogram(f"jaxserve:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS, registry=self.registry)
+        return histogram.labels(**self._model)
+
+    def accepted(self, request: Request) -> None:
+        """A request entered the queue."""
+        self._prompt_tokens.inc(len(request.prompt_ids))
+
+    def launched(self, batch: StepBatch) -> None:
+        """A step was dispatched."""
+        self._steps.labels(mode="prefill" if batch.mode is ForwardMode.EXTEND else "decode", **self._model).inc()
+        for (kind, reason), count in self._engine.scheduler.barrier.counts.items():
+            self._fences.labels(kind=kind, reason=reason, **self._model).set(count)
+
+    def committed(self, sequence: Sequence) -> None:
+        """A token was committed to an output."""
+        now = time.monotonic()
+        self._generation_tokens.inc()
+        if sequence in self._last_token:
+            self._itl.observe(now - self._last_token[sequence])
+        else:
+            self._ttft.observe(now - sequence.request.arrival_s)
+        self._last_token[sequence] = now
+
+    def finished(self, sequence: Sequence) -> None:
+        """An output ended."""
+        self._last_token.pop(sequence, None)
+        self._finished.labels(finished_reason=sequence.finish_reason, **self._model).inc()
+        self._e2e.observe(time.monotonic() - sequence.request.arrival_s)

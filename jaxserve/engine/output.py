@@ -1,0 +1,64 @@
+"""From committed tokens to deltas: text, stop conditions, finish reasons."""
+
+from __future__ import annotations
+
+from jaxserve.core.request import FinishReason, OutputDelta
+from jaxserve.core.sequence import Sequence
+from jaxserve.scheduler.scheduler import Committed
+from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class OutputBuilder:
+    """Builds the deltas of one sequence.
+
+    Attributes:
+        finish_reason: why the output ended, once it has.
+    """
+
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]):
+        params = sequence.request.params
+        self.sequence = sequence
+        self.finish_reason: FinishReason | None = None
+        self._stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids.update(eos_token_ids)
+        self._explicit_stop_ids = set(params.stop_token_ids)
+        self._text = IncrementalDetokenizer(
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output
+        )
+        # A stop id is part of the output's ids. Its text shows only if it is visible and asked for, as stop strings are.
+        self._show_stop_id = params.include_stop_str_in_output or not params.skip_special_tokens
+
+    def push(self, committed: Committed) -> OutputDelta:
+        """The delta of one committed token; sets ``finish_reason`` if it ends the output."""
+        sequence = self.sequence
+        token = committed.token_id
+        if not committed.finite:
+            return self.end("error", error="the model produced logits that are not numbers for this request")
+        text, stop_reason, reason = "", None, None
+        if token in self._stop_ids:
+            reason = "stop"
+            stop_reason = token if token in self._explicit_stop_ids else None
+            if self._show_stop_id:
+                text, _ = self._text.push([token])
+        else:
+            text, matched = self._text.push([token])
+            if matched is not None:
+                reason, stop_reason = "stop", matched
+            elif len(sequence.token_ids) >= sequence.max_total:
+                reason = "length"
+        if reason is not None:
+            self.finish_reason = reason
+            text += self._text.finish()
+        return OutputDelta(
+            sequence.request.request_id, sequence.index, text, (token,),
+            (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
+        )  # fmt: skip
+
+    def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
+        """The last delta of an output that ends without a token: aborted or failed."""
+        self.finish_reason = reason
+        return OutputDelta(
+            self.sequence.request.request_id, self.sequence.index, self._text.finish(), finish_reason=reason, error=error
+        )

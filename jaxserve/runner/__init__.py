@@ -1,0 +1,1 @@
+"""Runners own programs and turn a planned batch into device work."""

@@ -1,0 +1,35 @@
+"""The plan of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from jaxserve.core.forward_mode import ForwardMode
+
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class StepBatch(Generic[Owner]):
+    """What one step computes. Made by the scheduler, executed by a runner; never changed.
+
+    Attributes:
+        step_number: the step's monotonic name.
+        mode: EXTEND (one sequence's prompt chunk), DECODE, or TARGET_VERIFY.
+        owners: who gets the results, one per live batch row, in row order.
+        slots: int32[B], the slot of each live row.
+        max_length: largest number of tokens any row has after this step; chooses the block-table width.
+        tokens: int32[B, Q] tokens from the host (EXTEND, TARGET_VERIFY), else None.
+        samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
+    """
+
+    step_number: int
+    mode: ForwardMode
+    owners: tuple[Owner, ...]
+    slots: np.ndarray
+    max_length: int
+    tokens: np.ndarray | None = None
+    samples: bool = True

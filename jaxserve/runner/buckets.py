@@ -1,0 +1,70 @@
+"""Which program sizes exist for a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.shapes import bucket_for, powers_of_two
+
+SMALLEST_PREFILL = 16
+SMALLEST_WIDTH = 256  # tokens
+WIDTH_FACTOR = 4  # between neighbouring widths
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes programs are compiled for.
+
+    Attributes:
+        decode_batch: batch rows of decode and verify programs, rising; the last is ``max_running_requests``.
+        prefill_tokens: tokens of prefill programs, rising; the last is ``chunked_prefill_size``.
+        width_tokens: context tokens the block table can name, rising; the last covers the context length.
+        verify_tokens: tokens per row of verify programs.
+    """
+
+    decode_batch: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+    width_tokens: tuple[int, ...]
+    verify_tokens: tuple[int, ...] = ()
+
+    def width_for(self, max_length: int) -> int:
+        """The smallest width, in tokens, that holds a sequence of ``max_length``."""
+        return bucket_for(max_length, self.width_tokens)
+
+    def all_sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
+        """(mode, batch, queries, width in tokens) of every program; prefill first, largest last."""
+        sizes = []
+        for width in self.width_tokens:
+            sizes += [(ForwardMode.EXTEND, 1, tokens, width) for tokens in self.prefill_tokens]
+            sizes += [(ForwardMode.DECODE, batch, 1, width) for batch in self.decode_batch]
+            for tokens in self.verify_tokens:
+                sizes += [(ForwardMode.TARGET_VERIFY, batch, tokens, width) for batch in self.decode_batch]
+        return sizes
+
+
+def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool) -> Buckets:
+    """Buckets for a configuration; ``width_buckets`` false gives one width, the whole context.
+
+    Raises:
+        ConfigError: a bucket beyond the limit it serves.
+    """
+    chunk = min(config.chunked_prefill_size, context_length)
+    prefill = config.prefill_token_buckets or powers_of_two(chunk, min(SMALLEST_PREFILL, chunk))
+    decode = config.decode_batch_buckets or powers_of_two(config.max_running_requests)
+    if decode[-1] > config.max_running_requests:
+        raise ConfigError(
+            f"decode bucket {decode[-1]} is larger than --max-running-requests {config.max_running_requests}"
+        )
+    # Every size up to the limits must have a program, so the limits themselves close the lists.
+    prefill = tuple(sorted({*(b for b in prefill if b <= chunk), chunk}))
+    decode = tuple(sorted({*decode, config.max_running_requests}))
+    widths = [context_length]
+    if width_buckets:
+        size = SMALLEST_WIDTH
+        while size < context_length:
+            widths.append(size)
+            size *= WIDTH_FACTOR
+    return Buckets(decode, prefill, tuple(sorted(widths)))

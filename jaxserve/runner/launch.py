@@ -1,0 +1,60 @@
+"""A dispatched step, and how its results are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.attention.base import SharedReadEnds
+from jaxserve.barrier.tickets import Event
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.sampler import Sampled
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Host copies of a step's results, one row per live batch row (Q rows each in TARGET_VERIFY)."""
+
+    tokens: np.ndarray  # int32[B]
+    logprobs: np.ndarray  # float32[B]
+    top_ids: np.ndarray  # int32[B, 20]
+    top_logprobs: np.ndarray  # float32[B, 20]
+    finite: np.ndarray  # bool[B]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step in flight.
+
+    Attributes:
+        batch: its plan.
+        read_ends: where its reads of shared rows end, as resolved.
+        step_done: recorded when its program ends; the full-execution fence.
+        sampled: device results.
+    """
+
+    batch: StepBatch
+    read_ends: SharedReadEnds
+    step_done: Event
+    sampled: Sampled
+    wants_logprobs: bool = False
+    read_done: Event | None = None
+
+    def collect(self) -> StepResult:
+        """Blocks until the results are on the host. Raises whatever the execution raised."""
+        rows = len(self.batch.owners) * (self.sampled.tokens.shape[0] // max(1, self._padded_rows()))
+        tokens = np.asarray(self.sampled.tokens)[:rows]
+        finite = np.asarray(self.sampled.finite)[:rows]
+        if self.wants_logprobs:  # three more transfers, so only on request
+            logprobs, top_ids, top_logprobs = (
+                np.asarray(x)[:rows] for x in (self.sampled.logprobs, self.sampled.top_ids, self.sampled.top_logprobs)
+            )
+        else:
+            logprobs = top_ids = top_logprobs = np.zeros(0)
+        return StepResult(tokens, logprobs, top_ids, top_logprobs, finite)
+
+    def _padded_rows(self) -> int:
+        tokens = self.batch.tokens
+        queries = tokens.shape[1] if tokens is not None and self.batch.mode.name == "TARGET_VERIFY" else 1
+        return self.sampled.tokens.shape[0] // queries

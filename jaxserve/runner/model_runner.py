@@ -1,0 +1,87 @@
+"""A model on a device: weights, KV pool, token relay, fences, and the read-done mailbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import AttentionBackend
+from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.barrier.channel import FenceChannel
+from jaxserve.barrier.shared_rows import SharedRows
+from jaxserve.barrier.tickets import Event
+from jaxserve.core.config import EngineConfig
+from jaxserve.models.loading.weights import LoadedModel
+from jaxserve.runner.completion import CompletionWatcher
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Sizes of the KV pool."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int  # the null page included
+    page_size: int
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[layers, 2, KV heads, pages, page_size, D]."""
+        return (self.num_layers, 2, self.num_kv_heads, self.num_pages, self.page_size, self.head_dim)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return elements * jnp.dtype(self.dtype).itemsize
+
+
+class ModelRunner:
+    """Device state of one model; step runners launch programs over it.
+
+    Attributes:
+        shared_read_done_event: the read-done mailbox. The newest event at which a launch's reads of shared rows end, or
+            None, which means: use the full-execution fence. A phase clears it when it starts and may publish one event;
+            only the barrier takes it, and only from the worker's ``last_shared_read_runner``.
+        pool, relay: KV pool and the newest token of every slot, int32[slots + 1]; donated to each launch in turn.
+        has_marker: whether programs hold the barrier's FFI operations.
+    """
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, rows: SharedRows, kv: KVLayout,
+                 config: EngineConfig, platform: str, name: str = "target"):  # fmt: skip
+        self.model = model
+        self.backend = backend
+        self.rows = rows
+        self.kv = kv
+        self.config = config
+        self.platform = platform
+        self.name = name
+        self.has_marker = config.shared_read_marker
+        self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
+        self.watcher = None if self.has_marker else CompletionWatcher()
+        self.shared_read_done_event: Event | None = None
+        self.pool = PagedKV(jnp.zeros(kv.shape, kv.dtype))
+        self.relay = jnp.zeros(rows.layout.num_slots + 1, jnp.int32)
+
+    def take_shared_read_done_event(self) -> Event | None:
+        """Reads the mailbox and clears it, so that no later barrier can meet an old event."""
+        event = self.shared_read_done_event
+        self.shared_read_done_event = None
+        return event
+
+    def reset_device_state(self) -> None:
+        """Fresh pool and relay, after a failed execution took the donated ones with it."""
+        self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
+        self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
+
+    def close(self) -> None:
+        """Waits for the launch in flight and lets go of the fences."""
+        jax.block_until_ready(self.relay)
+        if self.watcher is not None:
+            self.watcher.close()
+        self.channel.close()

@@ -1,0 +1,94 @@
+"""Compiled programs by key: everything is compiled at start, nothing afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jaxserve.core.errors import JaxserveError
+from jaxserve.runner.step_program import ProgramKey
+
+
+class RetraceError(JaxserveError):
+    """A launch whose arguments do not fit the compiled program; the message names the argument."""
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)
+
+
+class ProgramCache:
+    """Programs of one kind (step or prep), compiled ahead of time.
+
+    Args:
+        kind: name used in messages.
+        make: key -> traceable function.
+        arguments: key -> the abstract arguments it is compiled for.
+        donate: positions of donated arguments.
+        late: called with a label when a program is compiled after warm-up (to count and log it).
+    """
+
+    def __init__(self, kind: str, make: Callable[[ProgramKey], Callable], arguments: Callable[[ProgramKey], tuple],
+                 donate: tuple[int, ...], late: Callable[[str], None]):  # fmt: skip
+        self.kind = kind
+        self._make = make
+        self._arguments = arguments
+        self._donate = donate
+        self._late = late
+        self._compiled: dict[ProgramKey, Any] = {}
+        self.warm = False
+
+    def get(self, key: ProgramKey) -> Any:
+        """The compiled program of ``key``; compiles it if it is new, and says so once warm."""
+        program = self._compiled.get(key)
+        if program is None:
+            if self.warm:
+                self._late(f"{self.kind} {key.label}")
+            program = self._compiled[key] = self.lower(key).compile()
+        return program
+
+    def lower(self, key: ProgramKey) -> Any:
+        """The lowered program of ``key`` (``jax.stages.Lowered``), for compilation or inspection."""
+        function = self._make(key)
+        function.__name__ = f"{self.kind}_{key.shape.mode.name.lower()}_{key.shape.batch}x{key.shape.queries}"
+        # Unused arguments stay: every program of a kind then takes the same list, and parameter numbers mean the same.
+        jitted = jax.jit(function, donate_argnums=self._donate, keep_unused=True)
+        return jitted.lower(*self._arguments(key))
+
+    def call(self, key: ProgramKey, *arguments: Any) -> Any:
+        """Launches the program of ``key``.
+
+        Raises:
+            RetraceError: an argument's shape or dtype differs from what was compiled.
+        """
+        program = self.get(key)
+        try:
+            return program(*arguments)
+        except TypeError as error:
+            raise RetraceError(self._explain(key, arguments) or f"{self.kind} {key.label}: {error}") from error
+
+    def _explain(self, key: ProgramKey, arguments: tuple) -> str:
+        wanted, _ = jax.tree_util.tree_flatten_with_path(self._arguments(key))
+        found, _ = jax.tree_util.tree_flatten_with_path(arguments)
+        names = ("leaves", "pool", "relay", "ticket", "tables", "inputs", "private")
+        if self.kind == "prep":
+            names = ("ticket", "tables", "inputs")
+        for (path, want), (_, got) in zip(wanted, found, strict=False):
+            if want.shape != got.shape or want.dtype != got.dtype:
+                name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
+                return f"{self.kind} {key.label} retraced: {name} {_describe(got)}, was {_describe(want)}"
+        return ""
+
+    def warm_up(self, keys: Iterable[ProgramKey], progress: Callable[[str, float], None]) -> None:
+        """Compiles every key, reporting (label, seconds) after each."""
+        for key in keys:
+            start = time.monotonic()
+            self.get(key)
+            progress(f"{self.kind} {key.label}", time.monotonic() - start)
+
+    def keys(self) -> list[ProgramKey]:
+        """The keys compiled so far."""
+        return list(self._compiled)

@@ -1,0 +1,228 @@
+"""Executes planned batches: picks the program, resolves where reads end, launches, publishes the read-done event."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.attention.base import SharedReadEnds, StepMetadata, StepRows, StepShape
+from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
+from jaxserve.barrier.tickets import TICKET_WORDS, Event
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.shapes import bucket_for, ceil_div
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.launch import Launch
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource, make_prep_program, make_step_program
+
+log = logging.getLogger(__name__)
+
+
+class StepRunner:
+    """Runs EXTEND, DECODE and TARGET_VERIFY steps of one model runner.
+
+    Programs are keyed by shape; ``warm_up`` compiles all that the buckets allow, so that serving compiles nothing.
+    """
+
+    def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None]):
+        self.runner = runner
+        self.backend = runner.backend
+        self.buckets = buckets
+        windows = runner.model.config.attention_windows
+        self._demotion_logged = False
+        self.steps = ProgramCache(
+            "step",
+            lambda key: make_step_program(key, self.backend, runner.model.bind, windows),
+            self.step_arguments,
+            donate=(1, 2),
+            late=on_late_compile,
+        )
+        self.preps = ProgramCache(
+            "prep",
+            lambda key: make_prep_program(key, self.backend),
+            self._prep_arguments,
+            donate=(),
+            late=on_late_compile,
+        )
+
+    # -- where reads end -------------------------------------------------------------------------------------------
+
+    def _resolve_shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
+        """Where this execution's reads of shared rows end: what the backend says, asked once, with no gate on it.
+
+        IN_REPLAY needs the marker. Without it the answer is PRE_REPLAY, made true by launching the backend's prep as a
+        program of its own; reads that cannot be hoisted end with the program.
+        """
+        declared = self.backend.shared_read_ends(forward_mode)
+        if declared is SharedReadEnds.IN_REPLAY and not self.runner.has_marker:
+            unsound = self.runner.config.compat_unsound_fallback
+            resolved = SharedReadEnds.POST_REPLAY if self.backend.reads_live and not unsound else SharedReadEnds.PRE_REPLAY
+            if not self._demotion_logged:
+                self._demotion_logged = True
+                log.warning("no read-done marker in programs: IN_REPLAY becomes %s", resolved.name)
+            return resolved
+        return declared
+
+    def _row_source(self, ends: SharedReadEnds) -> RowSource:
+        if ends is SharedReadEnds.PRE_REPLAY and not self.runner.config.compat_unsound_fallback:
+            return RowSource.PRIVATE
+        return RowSource.SNAPSHOT if self.runner.has_marker else RowSource.COPY
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def _shape(self, mode: ForwardMode, batch: int, queries: int, max_length: int) -> StepShape:
+        width_tokens = self.buckets.width_for(max_length)
+        page_size = self.runner.kv.page_size
+        return StepShape(mode, batch, queries, ceil_div(width_tokens, page_size), page_size)
+
+    def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
+        return ProgramKey(shape, source, end_record=self.runner.has_marker, hold_points=self.runner.config.hold_points)
+
+    def _prep_key(self, shape: StepShape) -> ProgramKey:
+        return self._key(shape, RowSource.SNAPSHOT if self.runner.has_marker else RowSource.COPY)
+
+    def _host_avals(self, shape: StepShape) -> HostInputs:
+        queries = 1 if shape.mode is ForwardMode.DECODE else shape.queries
+        ints = jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((shape.batch, queries), jnp.int32)
+        return HostInputs(ints, tokens, jax.ShapeDtypeStruct((), jnp.int32), ints)
+
+    def _prep_arguments(self, key: ProgramKey) -> tuple:
+        ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
+        tables = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.runner.rows.arrays()]
+        return ticket, tables, self._host_avals(key.shape)
+
+    def step_arguments(self, key: ProgramKey) -> tuple:
+        """Abstract arguments of the step program of ``key``."""
+        runner = self.runner
+        ticket, tables, inputs = self._prep_arguments(key)
+        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in runner.model.leaves]
+        pool = PagedKV(jax.ShapeDtypeStruct(runner.kv.shape, runner.kv.dtype))  # type: ignore[arg-type]
+        relay = jax.ShapeDtypeStruct((runner.rows.layout.num_slots + 1,), jnp.int32)
+        private = None
+        if key.source is RowSource.PRIVATE:
+            b, q, w = key.shape.batch, key.shape.queries, key.shape.table_width
+
+            def ints(*shape: int) -> Any:
+                return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+            floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
+            private = (
+                StepRows(ints(b), ints(b, w), ints(b), floats, ints(b, NUM_SAMPLING_INTS)),
+                StepMetadata(ints(b, w), ints(b), ints(b, q), ints(b, q)),
+            )
+        return leaves, pool, relay, ticket, tables, inputs, private
+
+    def program_keys(self) -> tuple[list[ProgramKey], list[ProgramKey]]:
+        """Keys of every (step, prep) program the buckets allow."""
+        steps, preps = [], []
+        for mode, batch, queries, tokens in self.buckets.all_sizes():
+            shape = self._shape(mode, batch, queries, tokens)
+            source = self._row_source(self._resolve_shared_read_ends(mode))
+            steps.append(self._key(shape, source))
+            if source is RowSource.PRIVATE:
+                preps.append(self._prep_key(shape))
+        return list(dict.fromkeys(steps)), list(dict.fromkeys(preps))
+
+    def warm_up(self, progress: Callable[[str, float], None]) -> None:
+        """Compiles every program the buckets allow; afterwards a compilation is an incident to be logged."""
+        steps, preps = self.program_keys()
+        self.steps.warm_up(steps, progress)
+        self.preps.warm_up(preps, progress)
+        self.steps.warm = self.preps.warm = True
+
+    # -- execution -------------------------------------------------------------------------------------------------
+
+    def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
+        """Launches a step and publishes its read-done event, if it has one. Returns without waiting for results.
+
+        Args:
+            batch: the plan.
+            write_done: generation of the row writes the step must see (0: the rows are already there).
+            wants_logprobs: whether the host will collect logprobs.
+        """
+        runner = self.runner
+        runner.shared_read_done_event = None  # a phase starts: from here on an old event must not be found
+        shape, inputs = self._inputs(batch)
+        ends = self._resolve_shared_read_ends(batch.mode)
+        source = self._row_source(ends)
+        step_done = runner.channel.reserve_step_done()
+        read_done = None if ends is SharedReadEnds.UNKNOWN else runner.channel.reserve_read_done()
+        try:
+            if not runner.has_marker and write_done:
+                Event(runner.rows.write_done, write_done).sync(runner.config.fence_timeout_s)
+            private = None
+            if source is RowSource.PRIVATE:
+                private = self._launch_prep(batch, shape, inputs, write_done, read_done)
+                write_done = 0  # the step itself reads no shared row
+            if ends is SharedReadEnds.PRE_REPLAY:
+                if not runner.has_marker and read_done is not None:
+                    read_done.record()
+                runner.shared_read_done_event = read_done
+            ticket = runner.channel.ticket(
+                write_done=write_done,
+                marker=read_done if ends is SharedReadEnds.IN_REPLAY else None,
+                end=read_done if ends is SharedReadEnds.POST_REPLAY else None,
+                step_done=step_done,
+                step_number=batch.step_number,
+            )
+            out = self.steps.call(
+                self._key(shape, source),
+                runner.model.leaves, runner.pool, runner.relay, ticket, runner.rows.arrays(), inputs, private,
+            )  # fmt: skip
+        except BaseException:
+            # Nobody may wait for records that will never come, nor meet this phase's event.
+            runner.shared_read_done_event = None
+            for event in (read_done, step_done):
+                if event is not None:
+                    event.abandon()
+            raise
+        runner.pool, runner.relay = out.pool, out.relay
+        if runner.watcher is not None:
+            late = [read_done] if read_done is not None and ends is SharedReadEnds.POST_REPLAY else []
+            runner.watcher.watch(out.sampled.tokens, [*late, step_done])
+        if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
+            runner.shared_read_done_event = read_done
+        return Launch(batch, ends, step_done, out.sampled, wants_logprobs, read_done)
+
+    def _launch_prep(self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int,
+                     read_done: Event | None) -> tuple[StepRows, StepMetadata]:  # fmt: skip
+        """Launches the prep program: every read of a shared row happens in it, ahead of the step."""
+        runner = self.runner
+        ticket = runner.channel.ticket(
+            write_done=write_done, marker=read_done, end=None, step_done=None, step_number=batch.step_number
+        )
+        private = self.preps.call(self._prep_key(shape), ticket, runner.rows.arrays(), inputs)
+        if not runner.has_marker:
+            jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
+        return private
+
+    def _inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
+        """The program shape of a batch and its private host inputs, padded to the bucket."""
+        null = self.runner.rows.layout.null_slot
+        if batch.mode is ForwardMode.EXTEND:
+            assert batch.tokens is not None
+            count = batch.tokens.shape[1]
+            queries = bucket_for(count, self.buckets.prefill_tokens)
+            shape = self._shape(batch.mode, 1, queries, batch.max_length)
+            tokens = np.zeros((1, queries), np.int32)
+            tokens[0, :count] = batch.tokens[0]
+            relay_slots = batch.slots if batch.samples else np.array([null], np.int32)
+            return shape, HostInputs(batch.slots, tokens, np.int32(count), relay_slots)  # type: ignore[arg-type]
+        rows = bucket_for(len(batch.owners), self.buckets.decode_batch)
+        queries = 1 if batch.tokens is None else batch.tokens.shape[1]
+        shape = self._shape(batch.mode, rows, queries, batch.max_length)
+        slots = np.full(rows, null, np.int32)
+        slots[: len(batch.slots)] = batch.slots
+        tokens = np.zeros((rows, queries), np.int32)
+        if batch.tokens is not None:
+            tokens[: len(batch.owners)] = batch.tokens
+        return shape, HostInputs(slots, tokens, np.int32(queries), slots)  # type: ignore[arg-type]

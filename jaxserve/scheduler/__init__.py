@@ -1,0 +1,1 @@
+"""Plans steps, owns pages and slots, and fences its own writes."""

@@ -1,0 +1,238 @@
+"""Decides what each step computes, and writes the plan into the shared rows.
+
+A step is either one prefill chunk or one token for every sequence that decodes; the two alternate while both have work.
+Plans run ahead of results: a step is planned while the one before it runs, from what is certain without its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.barrier.shared_rows import SharedRows
+from jaxserve.core.errors import JaxserveError
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.request import FinishReason, TokenLogprob
+from jaxserve.core.sequence import Sequence, Status
+from jaxserve.core.shapes import ceil_div
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.launch import Launch, StepResult
+from jaxserve.runner.sampling_rows import sampling_row
+from jaxserve.runner.worker import TargetWorker
+from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.war_barrier import WarBarrier
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A token a step added to a sequence."""
+
+    sequence: Sequence
+    token_id: int
+    logprob: TokenLogprob | None
+    finite: bool  # false: the logits were not numbers and the token means nothing
+
+
+class Scheduler:
+    """Waiting and running sequences, their pages and slots, and the barrier that guards the rows it writes."""
+
+    def __init__(self, worker: TargetWorker, rows: SharedRows, pool: PagePool, barrier: WarBarrier, *,
+                 chunk_size: int, vocab_size: int):  # fmt: skip
+        self.worker = worker
+        self.rows = rows
+        self.pool = pool
+        self.barrier = barrier
+        self.chunk_size = chunk_size
+        self.vocab_size = vocab_size
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.free_slots = list(range(rows.layout.num_slots - 1, -1, -1))
+        self.step_number = 0
+        self.num_preemptions = 0
+        self._decode_next = False  # a prefill chunk went last, so decoding sequences go first
+
+    # -- entering and leaving ----------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence: what is in flight for it will be dropped, its slot and pages return. Idempotent."""
+        if sequence.status is Status.FINISHED:
+            return
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Returns slot and pages. Sound while a launched step still reads them: the barrier of that launch is already
+        ahead of every write issued from here on, and the pool is passed from step to step."""
+        if sequence.slot is None:
+            return
+        self.rows.clear_slot(sequence.slot, len(sequence.page_ids))
+        self.free_slots.append(sequence.slot)
+        self.pool.free(sequence.page_ids)
+        sequence.slot = None
+        sequence.page_ids = []
+
+    # -- planning ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepBatch[Sequence] | None:
+        """The next step, with the rows it needs written; None when nothing can be computed now."""
+        self._admit()
+        prefill = next((s for s in self.running if s.prefilling), None)
+        decode = self._decodable()
+        if prefill is not None and not (decode and self._decode_next):
+            return self._plan_prefill(prefill)
+        return self._plan_decode(decode) if decode else None
+
+    def _decodable(self) -> list[Sequence]:
+        return [s for s in self.running if not s.prefilling and not s.fully_planned]
+
+    def _admit(self) -> None:
+        """Moves waiting sequences to running, first come first served, while a slot and their prompt's pages are free."""
+        while self.waiting and self.free_slots:
+            sequence = self.waiting[0]
+            if sequence.num_in_flight:  # preempted a moment ago; its last token is still to be committed
+                return
+            needed = ceil_div(len(sequence.token_ids) + 1, self.pool.page_size)
+            pages = self.pool.allocate(min(needed, ceil_div(sequence.max_total, self.pool.page_size)))
+            if pages is None:
+                return
+            self.waiting.popleft()
+            sequence.status = Status.RUNNING
+            sequence.slot = self.free_slots.pop()
+            sequence.page_ids = pages
+            sequence.num_scheduled = 0
+            sequence.prefill_len = len(sequence.token_ids)
+            self.running.append(sequence)
+            self.rows.set_pages(sequence.slot, 0, pages)
+            self.rows.set_sampling(
+                sequence.slot, *sampling_row(sequence.request.params, sequence.seed, self.vocab_size)
+            )
+
+    def _plan_prefill(self, sequence: Sequence) -> StepBatch[Sequence]:
+        start = sequence.num_scheduled
+        chunk = sequence.token_ids[start : min(start + self.chunk_size, sequence.prefill_len)]
+        assert sequence.slot is not None
+        slots = np.array([sequence.slot], np.int32)
+        self.rows.set_lengths(slots, np.array([start], np.int32))
+        sequence.num_scheduled += len(chunk)
+        last = not sequence.prefilling
+        sequence.num_in_flight += last
+        self._decode_next = True
+        return StepBatch(
+            self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
+            tokens=np.array([chunk], np.int32), samples=last,
+        )  # fmt: skip
+
+    def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
+        ready = [s for s in sequences if self._grow(s)]
+        ready = [s for s in ready if s.status is Status.RUNNING]  # one that was ready may have been preempted since
+        self._decode_next = False
+        if not ready:
+            return None
+        slots = np.array([s.slot for s in ready], np.int32)
+        self.rows.set_batch(slots)
+        self.rows.set_lengths(slots, np.array([s.num_scheduled for s in ready], np.int32))
+        for sequence in ready:
+            sequence.num_scheduled += 1
+            sequence.num_in_flight += 1
+        return StepBatch(
+            self._next_step(), ForwardMode.DECODE, tuple(ready), slots, max(s.num_scheduled for s in ready)
+        )
+
+    def _next_step(self) -> int:
+        self.step_number += 1
+        return self.step_number
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Makes room for one more token, taking pages from the youngest sequence when none is free."""
+        while sequence.status is Status.RUNNING:
+            if sequence.num_scheduled < len(sequence.page_ids) * self.pool.page_size:
+                return True
+            pages = self.pool.allocate(1)
+            if pages is not None:
+                assert sequence.slot is not None
+                self.rows.set_pages(sequence.slot, len(sequence.page_ids), pages)
+                sequence.page_ids += pages
+            else:
+                self._preempt(next(s for s in reversed(self.running) if s.slot is not None))
+        return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot and pages; it will be prefilled again, output included. The oldest sequence is only
+        taken when it is alone, and then has the whole pool, so somebody always gets on."""
+        self.running.remove(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    # -- launching and committing ------------------------------------------------------------------------------------
+
+    def launch(self, batch: StepBatch[Sequence]) -> Launch:
+        """Dispatches a planned step, then fences every later row write behind its reads."""
+        wants_logprobs = any(s.request.params.logprobs is not None for s in batch.owners)
+        launch = self.worker.execute(batch, self.rows.publish(), wants_logprobs)
+        self._apply_war_barrier(launch)
+        self._retire(batch.owners)
+        return launch
+
+    def _apply_war_barrier(self, launch: Launch) -> None:
+        self.barrier.apply(launch)
+
+    def _retire(self, sequences: Iterable[Sequence]) -> None:
+        """Frees slot and pages of sequences whose last step is launched, one step before its result is known.
+
+        Only behind the barrier: the rows are cleared in place, and that launch is about to read them."""
+        for sequence in sequences:
+            if sequence.status is Status.RUNNING and sequence.fully_planned:
+                self._release(sequence)
+
+    def commit(self, launch: Launch, result: StepResult) -> list[Committed]:
+        """Applies a step's tokens to its sequences. Tokens of sequences that ended meanwhile are dropped."""
+        batch: StepBatch[Sequence] = launch.batch
+        if not batch.samples:
+            return []
+        committed = []
+        for row, sequence in enumerate(batch.owners):
+            sequence.num_in_flight -= 1
+            if sequence.status is Status.FINISHED:
+                continue
+            token = int(result.tokens[row])
+            sequence.token_ids.append(token)
+            committed.append(Committed(sequence, token, _logprob(sequence, result, row), bool(result.finite[row])))
+        return committed
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some sequence is not finished."""
+        return bool(self.waiting or self.running)
+
+    def check_integrity(self) -> None:
+        """Raises JaxserveError if slots or pages were lost or doubled."""
+        self.pool.check_integrity()
+        held = [s.slot for s in self.running if s.slot is not None]
+        slots = sorted(held + self.free_slots)
+        if slots != list(range(self.rows.layout.num_slots)):
+            raise JaxserveError(f"slots are inconsistent: {sorted(held)} held and {sorted(self.free_slots)} free")
+
+
+def _logprob(sequence: Sequence, result: StepResult, row: int) -> TokenLogprob | None:
+    count = sequence.request.params.logprobs
+    if count is None:
+        return None
+    top = zip(result.top_ids[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True)
+    return TokenLogprob(int(result.tokens[row]), float(result.logprobs[row]), tuple(top))
