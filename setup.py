@@ -19,7 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-COMMON = ["csrc/module.cc", "csrc/common/hold_points.cc"]
+COMMON = ["csrc/module.cc", "csrc/common/generations.cc", "csrc/common/hold_points.cc"]
 CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90"]
 
@@ -35,18 +35,30 @@ def ffi_include() -> str:
     return str(include)
 
 
+def nvcc_home() -> Path | None:
+    """The toolkit of the nvcc on PATH, which may be a script that calls the real one."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return None
+    plan = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    found = re.search(r"_HERE_=(.+)", plan)
+    return Path(found.group(1).strip()).parent if found else Path(os.path.realpath(nvcc)).parent.parent
+
+
 def cuda_home() -> Path | None:
     wanted = os.environ.get("JAXSERVE_CUDA", "")
     if wanted == "0":
         return None
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), Path(os.path.realpath(nvcc)).parent.parent if nvcc else None]
-    for candidate in [*candidates, "/usr/local/cuda"]:
-        if candidate and (Path(candidate) / "bin/nvcc").is_file():
+    for candidate in [os.environ.get("CUDA_HOME"), nvcc_home(), "/usr/local/cuda"]:
+        if candidate and all((Path(candidate) / part).is_file() for part in ("bin/nvcc", "include/cuda_runtime.h")):
             return Path(candidate)
     if wanted == "1":
-        raise SystemExit("JAXSERVE_CUDA=1, but no nvcc: put it on PATH or set CUDA_HOME")
+        raise SystemExit("JAXSERVE_CUDA=1, but no CUDA toolkit: put nvcc on PATH or set CUDA_HOME")
     return None
+
+
+def is_newer(target: str, sources: list[str]) -> bool:
+    return os.path.exists(target) and all(os.path.getmtime(target) > os.path.getmtime(s) for s in sources)
 
 
 class BuildExt(build_ext):
@@ -56,7 +68,9 @@ class BuildExt(build_ext):
         shared_temp = self.build_temp
         self.build_temp = os.path.join(shared_temp, ext.name)
         try:
-            ext.extra_objects = [*ext.extra_objects, *self._compile_cuda(ext)]
+            objects = self._compile_cuda(ext)
+            ext.extra_objects = [*ext.extra_objects, *objects]
+            ext.depends = [*ext.depends, *objects]  # a kernel compiled anew must be linked anew
             super().build_extension(ext)
         finally:
             self.build_temp = shared_temp
@@ -67,18 +81,21 @@ class BuildExt(build_ext):
         for source in [s for s in ext.sources if s.endswith(".cu")]:
             ext.sources.remove(source)
             target = os.path.join(self.build_temp, source + ".o")
+            objects.append(target)
+            if not self.force and is_newer(target, [source, *ext.depends]):
+                continue
             os.makedirs(os.path.dirname(target), exist_ok=True)
             includes = [f"-I{path}" for path in ext.include_dirs]
             subprocess.run(
                 [str(home / "bin/nvcc"), *NVCC_FLAGS, "-Xcompiler", "-fPIC", *includes, "-c", source, "-o", target],
                 check=True,
             )
-            objects.append(target)
         return objects
 
 
 def extensions() -> list[Extension]:
-    includes = ["csrc", ffi_include(), pybind11.get_include()]
+    # -isystem: the warnings of other people's headers are not ours to fix.
+    foreign = ["-isystem", ffi_include(), "-isystem", pybind11.get_include()]
     headers = [str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")]
 
     def sources(twin: str) -> list[str]:
@@ -86,7 +103,7 @@ def extensions() -> list[Extension]:
         return COMMON + [str(p.relative_to(ROOT)) for p in found]
 
     built = [
-        Extension("jaxserve._cpu", sources("cpu"), include_dirs=includes, extra_compile_args=CXX_FLAGS,
+        Extension("jaxserve._cpu", sources("cpu"), include_dirs=["csrc"], extra_compile_args=[*CXX_FLAGS, *foreign],
                   extra_link_args=["-pthread"], depends=headers, language="c++")
     ]  # fmt: skip
     home = cuda_home()
@@ -95,12 +112,12 @@ def extensions() -> list[Extension]:
             Extension(
                 "jaxserve._cuda",
                 sources("cuda"),
-                include_dirs=[*includes, str(home / "include")],
+                include_dirs=["csrc"],
                 define_macros=[("JAXSERVE_CUDA", "1")],
                 library_dirs=[str(home / "lib64")],
                 # Static: the extension loads on machines without CUDA, where its calls then fail with a reason.
                 libraries=["cudart_static", "dl", "rt", "pthread"],
-                extra_compile_args=CXX_FLAGS,
+                extra_compile_args=[*CXX_FLAGS, *foreign, "-isystem", str(home / "include")],
                 depends=headers,
                 language="c++",
             )

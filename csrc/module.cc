@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/current_launch.h"
 #include "common/dlpack.h"
 #include "common/hold_points.h"
 #include "common/launch_ticket.h"
@@ -40,6 +41,14 @@ py::capsule export_dlpack(twin::SharedBuffer& buffer) {
   });
 }
 
+void set_current_launch(const py::buffer& ticket) {
+  const py::buffer_info bytes = ticket.request();
+  JAXSERVE_CHECK(bytes.size * bytes.itemsize == sizeof(jaxserve::LaunchTicket) && PyBuffer_IsContiguous(bytes.view(), 'C'),
+                 "set_current_launch",
+                 "wanted 64 contiguous bytes, got " + std::to_string(bytes.size * bytes.itemsize));
+  jaxserve::current_launch() = jaxserve::LaunchTicket::load(bytes.ptr);
+}
+
 using Rows = py::array_t<int32_t, py::array::c_style>;
 
 // Values are [rows, columns] (or [rows] for one column) of the buffer's own type; nothing is converted silently.
@@ -69,8 +78,9 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
   m.attr("ffi_api_minor") = XLA_FFI_API_MINOR;
   m.attr("ticket_bytes") = sizeof(jaxserve::LaunchTicket);
 
-  py::register_exception<jaxserve::NativeError>(m, "NativeError", PyExc_RuntimeError);
-  py::register_exception<jaxserve::WaitTimeout>(m, "WaitTimeout", m.attr("NativeError").ptr());
+  // Local: both twins throw the same C++ types, and a global translation would raise the other module's errors.
+  py::register_local_exception<jaxserve::NativeError>(m, "NativeError", PyExc_RuntimeError);
+  py::register_local_exception<jaxserve::WaitTimeout>(m, "WaitTimeout", m.attr("NativeError").ptr());
 
   py::class_<twin::SharedBuffer, std::shared_ptr<twin::SharedBuffer>>(m, "SharedBuffer")
       .def(py::init<int64_t, int64_t, bool>(), py::arg("num_rows"), py::arg("num_columns"), py::arg("is_float"))
@@ -92,6 +102,10 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
           [](twin::EventRing& ring, uint64_t generation, double timeout_s) { return ring.wait(generation, timeout_s); },
           py::arg("generation"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
       .def("is_done", &twin::EventRing::is_done, py::arg("generation"))
+#ifdef JAXSERVE_CUDA
+      .def("mirror_for_graphs", &twin::EventRing::mirror_for_graphs)
+      .def("note_graph_record", &twin::EventRing::note_graph_record, py::arg("generation"))
+#endif
       .def_property_readonly("newest_reserved", &twin::EventRing::newest_reserved)
       .def_property_readonly("newest_recorded", &twin::EventRing::newest_recorded)
       .def_property_readonly("name", &twin::EventRing::name);
@@ -99,10 +113,13 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
   py::class_<twin::Stream>(m, "Stream")
       .def(py::init<int, int64_t, double, bool>(), py::arg("num_staging_blocks"), py::arg("staging_block_bytes"),
            py::arg("wait_timeout_s"), py::arg("staging_guarded") = true)
-      .def("write_rows", &write_rows, py::arg("buffer"), py::arg("rows"), py::arg("values"),
+      .def("write_rows", &write_rows, py::arg("buffer").none(false), py::arg("rows"), py::arg("values"),
            py::arg("first_column") = 0)
-      .def("wait", &twin::Stream::wait, py::arg("ring"), py::arg("generation"))
-      .def("record", &twin::Stream::record, py::arg("ring"), py::arg("generation"))
+      // Without the GIL: on CUDA the wait blocks until another thread may have dispatched the launch that it names.
+      .def("wait", &twin::Stream::wait, py::arg("ring").none(false), py::arg("generation"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("record", &twin::Stream::record, py::arg("ring").none(false), py::arg("generation"),
+           py::call_guard<py::gil_scoped_release>())
       .def("sync", &twin::Stream::sync, py::call_guard<py::gil_scoped_release>())
       .def("is_done", &twin::Stream::is_done)
       .def("reset", &twin::Stream::reset)
@@ -129,8 +146,30 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
         channel->wait_timeout_s = wait_timeout_s;
         return twin::open_channel(std::move(channel));
       },
-      py::arg("write_done"), py::arg("read_done"), py::arg("step_done"), py::arg("wait_timeout_s"));
+      py::arg("write_done").none(false), py::arg("read_done").none(false), py::arg("step_done").none(false),
+      py::arg("wait_timeout_s"));
   m.def("close_channel", &twin::close_channel, py::arg("number"));
+
+  m.def("set_current_launch", &set_current_launch, py::arg("ticket"),
+        "Leaves a launch ticket (64 bytes) for the handlers that this thread's next dispatch calls; zeros reset it. "
+        "The CPU's handlers ignore it.");
+
+#ifdef JAXSERVE_CUDA
+  m.def(
+      "take_row_error",
+      [](uint64_t number) {
+        const auto channel = twin::find_channel(number);
+        return channel == nullptr ? std::nullopt : channel->take_row_error();
+      },
+      py::arg("channel"),
+      "(position, row id) of the newest row id outside its table that a snapshot met since the last call, or None.");
+  m.def("compute_stream", [] { return reinterpret_cast<uintptr_t>(twin::compute_stream()); },
+        "Address of XLA's compute stream; 0 before a program with the target jaxserve_compute_stream has run.");
+  m.def("record_on_compute_stream", &twin::record_on_compute_stream, py::arg("ring").none(false), py::arg("generation"),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("wait_on_compute_stream", &twin::wait_on_compute_stream, py::arg("ring").none(false), py::arg("generation"),
+        py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
+#endif
 
   m.def("handlers", [] {
     py::dict handlers;

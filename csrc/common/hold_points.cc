@@ -47,19 +47,21 @@ int64_t HoldPoints::hits(const std::string& name) {
   return points_[name].hits;
 }
 
-void HoldPoints::pass_armed(const char* name) {
-  int64_t delay_us = 0;
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto found = points_.find(name);
-    if (found == points_.end()) return;
-    ++found->second.hits;
-    delay_us = found->second.delay_us;
-    if (found->second.closed) {
-      // Looked up again on every wake: clear() may have rewritten the entry.
-      opened_.wait_for(lock, kGateLimit, [&] { return !points_[name].closed; });
-    }
+int64_t HoldPoints::pass_gate(const char* name) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto found = points_.find(name);
+  if (found == points_.end()) return 0;
+  ++found->second.hits;
+  const int64_t delay_us = found->second.delay_us;
+  if (found->second.closed) {
+    // Looked up again on every wake: clear() may have rewritten the entry.
+    opened_.wait_for(lock, kGateLimit, [&] { return !points_[name].closed; });
   }
+  return delay_us;
+}
+
+void HoldPoints::pass_armed(const char* name) {
+  const int64_t delay_us = pass_gate(name);
   if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
 }
 

@@ -31,6 +31,10 @@ class HoldPoints {
   void pass(const char* name) {
     if (armed_.load(std::memory_order_relaxed)) pass_armed(name);
   }
+  // As pass, but returns the delay in microseconds instead of sleeping: the caller stalls a device stream with it.
+  int64_t pass_without_sleep(const char* name) {
+    return armed_.load(std::memory_order_relaxed) ? pass_gate(name) : 0;
+  }
 
  private:
   struct Point {
@@ -40,6 +44,8 @@ class HoldPoints {
   };
 
   void pass_armed(const char* name);
+  // Counts the pass, waits for the gate, returns the delay.
+  int64_t pass_gate(const char* name);
 
   std::atomic<bool> armed_{false};
   std::mutex mutex_;

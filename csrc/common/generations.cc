@@ -1,18 +1,14 @@
-#include "cpu/event_ring.h"
+#include "common/generations.h"
 
-#include <algorithm>
-#include <chrono>
-#include <utility>
+namespace jaxserve {
 
-namespace jaxserve::cpu {
-
-EventRing::EventRing(std::string name, int num_slots) : name_(std::move(name)) {
+Generations::Generations(std::string name, int num_slots) : name_(std::move(name)) {
   JAXSERVE_CHECK(num_slots >= 2, "EventRing(" + name_ + ")",
                  "a ring needs at least 2 slots, got " + std::to_string(num_slots));
   slots_.resize(num_slots);
 }
 
-uint64_t EventRing::reserve() {
+uint64_t Generations::reserve() {
   std::lock_guard<std::mutex> lock(mutex_);
   Slot& slot = slot_of(newest_reserved_ + 1);
   JAXSERVE_CHECK(slot.recorded || slot.abandoned, name_ + ".reserve",
@@ -24,25 +20,13 @@ uint64_t EventRing::reserve() {
   return newest_reserved_;
 }
 
-void EventRing::require_reserved_locked(uint64_t generation, const char* operation) {
+void Generations::require_reserved_locked(uint64_t generation, const char* operation) {
   JAXSERVE_CHECK(generation >= 1 && generation <= newest_reserved_, name_ + "." + operation,
                  "generation " + std::to_string(generation) + " was never reserved, newest is " +
                      std::to_string(newest_reserved_));
 }
 
-void EventRing::record(uint64_t generation) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    require_reserved_locked(generation, "record");
-    Slot& slot = slot_of(generation);
-    if (slot.generation != generation) return;  // abandoned long ago and reused: a late record must not touch it
-    slot.recorded = true;
-    newest_recorded_ = std::max(newest_recorded_, generation);
-  }
-  changed_.notify_all();
-}
-
-void EventRing::abandon(uint64_t generation) {
+void Generations::abandon(uint64_t generation) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     require_reserved_locked(generation, "abandon");
@@ -53,27 +37,39 @@ void EventRing::abandon(uint64_t generation) {
   changed_.notify_all();
 }
 
-void EventRing::announce_wait(uint64_t generation) {
+bool Generations::announce_wait(uint64_t generation) {
   std::lock_guard<std::mutex> lock(mutex_);
   require_reserved_locked(generation, "announce_wait");
   Slot& slot = slot_of(generation);
-  if (slot.generation == generation) ++slot.num_waiters;
+  if (slot.generation != generation) return false;
+  ++slot.num_waiters;
+  return true;
 }
 
-bool EventRing::done_locked(uint64_t generation) {
+void Generations::withdraw_wait(uint64_t generation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --slot_of(generation).num_waiters;  // the waiter count kept the slot ours until here
+}
+
+bool Generations::done_locked(uint64_t generation) {
   const Slot& slot = slot_of(generation);
   return slot.generation > generation || slot.recorded || slot.abandoned;
 }
 
-bool EventRing::wait(uint64_t generation, double timeout_s, bool announced) {
-  std::unique_lock<std::mutex> lock(mutex_);
+Generations::Outcome Generations::outcome_locked(uint64_t generation) {
+  const Slot& slot = slot_of(generation);
+  if (slot.generation > generation) return Outcome::kSuperseded;
+  return slot.recorded ? Outcome::kRecorded : Outcome::kAbandoned;
+}
+
+Generations::Outcome Generations::wait_locked(std::unique_lock<std::mutex>& lock, uint64_t generation,
+                                              double timeout_s, bool announced) {
   require_reserved_locked(generation, "wait");
   Slot& slot = slot_of(generation);
-  // A slot that serves a later generation was released by record or abandon; nothing is left to wait for.
-  if (slot.generation > generation) return true;
+  if (slot.generation > generation) return Outcome::kSuperseded;
   if (!announced) ++slot.num_waiters;
-  const bool done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_s),
-                                      [&] { return done_locked(generation); });
+  const bool done =
+      changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return done_locked(generation); });
   --slot.num_waiters;  // the waiter count kept the slot ours until here
   if (!done) {
     throw WaitTimeout(located(__FILE__, __LINE__, name_ + ".wait",
@@ -82,23 +78,17 @@ bool EventRing::wait(uint64_t generation, double timeout_s, bool announced) {
                                   std::to_string(newest_recorded_) + ", newest reserved is " +
                                   std::to_string(newest_reserved_)));
   }
-  return slot.recorded;
+  return outcome_locked(generation);
 }
 
-bool EventRing::is_done(uint64_t generation) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  require_reserved_locked(generation, "is_done");
-  return done_locked(generation);
-}
-
-uint64_t EventRing::newest_reserved() {
+uint64_t Generations::newest_reserved() {
   std::lock_guard<std::mutex> lock(mutex_);
   return newest_reserved_;
 }
 
-uint64_t EventRing::newest_recorded() {
+uint64_t Generations::newest_recorded() {
   std::lock_guard<std::mutex> lock(mutex_);
   return newest_recorded_;
 }
 
-}  // namespace jaxserve::cpu
+}  // namespace jaxserve

@@ -1,0 +1,46 @@
+// A table of 4-byte elements in device memory that the scheduler rewrites in place while programs read it.
+//
+// Only the schedule stream writes it after construction; only snapshot handlers (or programs that declare a later read
+// end) read it. The memory stays at one address for the life of the buffer and of every array that imported it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "common/check.h"
+#include "common/dlpack.h"
+
+namespace jaxserve::cuda {
+
+constexpr std::size_t kElementBytes = 4;
+constexpr std::size_t kAlignment = 256;  // cudaMalloc's; XLA checks 16 at execution, cuBLAS is fastest from 256
+
+class SharedBuffer : public std::enable_shared_from_this<SharedBuffer> {
+ public:
+  // `is_float`: float32, otherwise int32. Zero-filled, and so for every stream: the constructor waits for the device.
+  // Raises NativeError on bad shapes, where there is no device, or when memory is short.
+  SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float);
+  ~SharedBuffer();
+  SharedBuffer(const SharedBuffer&) = delete;
+  SharedBuffer& operator=(const SharedBuffer&) = delete;
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_columns() const { return num_columns_; }
+  bool is_float() const { return is_float_; }
+  std::byte* data() const { return data_; }  // device memory: not to be read by the host
+
+  // A DLPack export that keeps this buffer alive until its deleter runs.
+  DLManagedTensorAbi* to_dlpack();
+  static constexpr int32_t kDeviceType = kDLCuda;
+
+ private:
+  const int64_t num_rows_;
+  const int64_t num_columns_;
+  const bool is_float_;
+  int device_ = 0;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace jaxserve::cuda
