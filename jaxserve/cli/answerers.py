@@ -11,7 +11,7 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import InvalidRequest, JaxserveError
+from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
 Messages = list[dict[str, str]]
@@ -63,11 +63,14 @@ class RemoteAnswerer:
     """A server with the OpenAI API.
 
     Raises:
+        ConfigError: the address is not one of HTTP.
         JaxserveError: from the constructor, when nothing answers at the address.
     """
 
     def __init__(self, url: str, fields: dict[str, Any], model: str | None = None, api_key: str | None = None):
-        base = url.rstrip("/")
+        base = url.rstrip("/") if "://" in url else "http://" + url.rstrip("/")
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
         self._base = base if base.endswith("/v1") else base + "/v1"
         self._fields = fields
         self._headers = {"Content-Type": "application/json"}
@@ -98,8 +101,8 @@ class RemoteAnswerer:
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, self._headers)
         try:
+            request = urllib.request.Request(self._base + path, data, self._headers)
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")

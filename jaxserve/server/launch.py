@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -89,11 +90,12 @@ class ServerProcess:
         stop = asyncio.Event()
         self._handle_signals(stop)
         settings = self._settings
+        _log_to_stderr(settings.access_log)
         config = uvicorn.Config(
             create_app(self._lifecycle, settings),
             lifespan="off",
             ws="none",
-            log_level="info" if settings.access_log else "warning",
+            log_config=None,  # uvicorn's would close the log handlers of everybody else in the process
             access_log=settings.access_log,
             server_header=False,
             timeout_keep_alive=30,
@@ -188,6 +190,17 @@ class ServerProcess:
                 continue
             with contextlib.suppress(RuntimeError, ValueError):  # not the main thread: whoever runs us has the signals
                 loop.add_signal_handler(number, on_signal, number)
+
+
+def _log_to_stderr(access_log: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("jaxserve", "uvicorn"):
+        logger = logging.getLogger(name)
+        if not logger.handlers:  # an application that embeds us may have its own
+            logger.addHandler(handler)
+            logger.propagate = False
+        logger.setLevel(logging.INFO if access_log and name == "uvicorn" else logging.WARNING)
 
 
 async def _start(engine: EngineLike) -> bool:

@@ -30,7 +30,7 @@ def live(engine: Any, **settings: Any) -> Iterator[int]:
     """Serves ``engine`` from a thread; gives the port."""
     listener = listen("127.0.0.1", 0)
     app = create_app(Lifecycle(engine), ServerSettings(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     port = listener.getsockname()[1]
     thread.start()

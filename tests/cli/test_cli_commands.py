@@ -1,0 +1,180 @@
+"""``generate``, ``chat`` and ``collect-env`` without a model."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_llm import FakeLLM, install
+
+from jaxserve.cli.answerers import RemoteAnswerer
+from jaxserve.cli.chat import talk
+from jaxserve.cli.main import main
+from jaxserve.core.errors import ConfigError, JaxserveError, ModelLoadError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "server"))  # the scripted engine lives there
+
+from live_server import eventually, live
+from scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
+    return install(monkeypatch)
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def test_generate_prints_the_continuation(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "Hi", "--max-tokens", "64", "--temperature", "0", "--seed", "3", "--page-size", "4"]) == 0
+    assert capsys.readouterr().out == "Hi!\n"
+    (made,) = llm.made
+    ((_, params),) = made.asked
+    assert (params.max_tokens, params.temperature, params.seed) == (64, 0.0, 3)
+    assert made.config["page_size"] == 4 and made.config["seed"] is None
+    assert made.config["skip_warmup"] is True and made.closed
+
+
+def test_generate_prints_several_prompts_in_order(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "one", "two"])
+    assert capsys.readouterr().out == "--- 'one'\none!\n--- 'two'\ntwo!\n"
+
+
+def test_generate_json_is_one_object_per_output(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "é", "two", "--n", "2", "--json"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["prompt"], line["index"], line["text"]) for line in lines] == [
+        ("é", 0, "é!"),
+        ("é", 1, "é!"),
+        ("two", 0, "two!"),
+        ("two", 1, "two!"),
+    ]
+    assert lines[0]["finish_reason"] == "stop" and lines[0]["prompt_tokens"] == 2
+
+
+def test_generate_reads_stdin(
+    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "from a pipe\n")
+    main(["generate"])
+    assert capsys.readouterr().out == "from a pipe!\n"
+
+
+def test_generate_chat_sends_a_users_message(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "--chat", "Hi"])
+    assert llm.made[0].asked[0][0] == [{"role": "user", "content": "Hi"}]
+    main(["generate", "--chat", "one", "two"])
+    assert [asked for asked, _ in llm.made[1].asked] == [[{"role": "user", "content": text}] for text in ("one", "two")]
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.failure = ModelLoadError("no such folder: nowhere")
+    assert main(["generate", "Hi", "--model", "nowhere"]) == 1
+    assert capsys.readouterr().err == "jaxserve generate: error: no such folder: nowhere\n"
+
+
+def test_chat_remembers_the_conversation_until_cleared(
+    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "one\n\ntwo\n/clear\nthree\n/exit\nnever\n")
+    assert main(["chat", "--system", "be brief"]) == 0
+    assert capsys.readouterr().out == "one!\ntwo!\nthree!\n"
+    contents = [[message["content"] for message in asked] for asked, _ in llm.made[0].asked]
+    assert contents == [["be brief", "one"], ["be brief", "one", "one!", "two"], ["be brief", "three"]]
+    assert llm.made[0].closed
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_came(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[Any] = []
+    closed: list[bool] = []
+
+    class Interrupted:
+        name = "m"
+
+        def answer(self, messages):
+            heard.append([message["content"] for message in messages])
+            try:
+                yield "half"
+                if len(heard) == 1:
+                    raise KeyboardInterrupt
+            finally:
+                closed.append(True)
+
+        def close(self):
+            pass
+
+    type_in(monkeypatch, "one\ntwo\n")
+    talk(Interrupted())
+    assert "half [stopped]" in capsys.readouterr().out
+    assert heard == [["one"], ["one", "half", "two"]] and closed == [True, True]
+
+
+def test_a_failed_answer_is_reported_and_forgotten(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with live(ScriptedEngine(error_after=2)) as port:
+        answerer = RemoteAnswerer(f"http://127.0.0.1:{port}", {})
+        type_in(monkeypatch, "one\n")
+        talk(answerer)
+    assert "error: bad step" in capsys.readouterr().err
+
+
+def test_chat_talks_to_a_running_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with live(ScriptedEngine(), api_keys=("k",)) as port:
+        for url in (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port}/v1/"):
+            type_in(monkeypatch, "one\n")
+            assert main(["chat", "--url", url, "--api-key", "k", "--temperature", "0"]) == 0
+            assert capsys.readouterr().out == "Hello\n"
+        assert main(["chat", "--url", url, "--api-key", "wrong"]) == 1
+        assert "wrong API key" in capsys.readouterr().err
+
+
+def test_leaving_a_remote_answer_aborts_it() -> None:
+    engine = ScriptedEngine(script="x" * 5000, step_s=0.005)
+    with live(engine) as port:
+        answer = RemoteAnswerer(f"http://127.0.0.1:{port}", {}).answer([{"role": "user", "content": "Hi"}])
+        while next(answer) == "":
+            pass
+        answer.close()
+        assert eventually(lambda: engine.running == {})
+
+
+def test_no_server_is_one_clear_line() -> None:
+    with pytest.raises(JaxserveError, match="is the server running"):
+        RemoteAnswerer("http://127.0.0.1:9", {})
+    with pytest.raises(JaxserveError, match="nothing answers at http://127.0.0.1:9/v1"):
+        RemoteAnswerer("127.0.0.1:9", {})
+    with pytest.raises(JaxserveError, match="nothing answers"):
+        RemoteAnswerer("http://127.0.0.1:port", {})
+    with pytest.raises(ConfigError, match="--url"):
+        RemoteAnswerer("file:///etc", {})
+
+
+def test_a_cut_connection_is_not_a_finished_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = [b'{"data": [{"id": "m"}]}', b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n']
+    monkeypatch.setattr(urllib.request, "urlopen", lambda request: io.BytesIO(replies.pop(0)))
+    with pytest.raises(JaxserveError, match="in the middle"):
+        list(RemoteAnswerer("http://x", {}).answer([]))
+
+
+def test_collect_env_shows_versions_but_no_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAXSERVE_API_KEY", "hush")
+    monkeypatch.setenv("JAX_ENABLE_X64", "0")
+    assert main(["collect-env"]) == 0
+    text = capsys.readouterr().out
+    for fact in ("python: 3", "jax ", "flax ", "cpu: ", "devices: ", "XLA FFI API: 0.", "extension: "):
+        assert fact in text
+    assert "hush" not in text and "env JAXSERVE_API_KEY: (set, not shown)" in text and "env JAX_ENABLE_X64: 0" in text
