@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import urllib.error
@@ -10,6 +11,7 @@ import urllib.request
 from collections.abc import Generator
 from typing import Any, Protocol
 
+from jaxserve.cli.loading import say_loading
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
@@ -40,6 +42,7 @@ class LocalAnswerer:
         from jaxserve.engine.llm import LLM
 
         self._params = SamplingParams(**({"max_tokens": None} | fields))
+        say_loading(config)
         self._llm: Any = LLM(**dataclasses.asdict(config))
         self.name = config.served_model_name or config.model
 
@@ -78,8 +81,11 @@ class RemoteAnswerer:
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         with contextlib.closing(self._open("/models", None)) as response:
-            models = [entry["id"] for entry in json.load(response)["data"]]
-        self.name = model or models[0]
+            try:
+                served: str = json.load(response)["data"][0]["id"]
+            except (ValueError, KeyError, IndexError, TypeError):
+                raise JaxserveError(f"{self._base} answers, but not as the OpenAI API does; check --url") from None
+        self.name = model or served
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True} | self._fields
@@ -113,6 +119,6 @@ class RemoteAnswerer:
             if error.code == 400:
                 raise InvalidRequest(message) from None
             raise JaxserveError(f"{self._base} answered {error.code}: {message}") from None
-        except (urllib.error.URLError, OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
             reason = getattr(error, "reason", error)
             raise JaxserveError(f"nothing answers at {self._base} ({reason}); is the server running?") from None

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from jaxserve.cli.flags import add_engine_flags, engine_config
+from jaxserve.cli.loading import say_loading
 from jaxserve.cli.sampling_flags import add_sampling_flags, sampling_fields
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
@@ -32,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from jaxserve.engine.llm import LLM
 
+    say_loading(config)
     with LLM(**dataclasses.asdict(config)) as llm:
         if len(prompts) == 1 and params.n == 1 and not arguments.json:
             _stream(llm, prompts[0], params, arguments.chat)
@@ -62,6 +64,8 @@ def _print_all(llm: Any, prompts: list[str], params: SamplingParams, arguments: 
     outputs = llm.chat([_message(p) for p in prompts], params) if arguments.chat else llm.generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         for one in output.outputs:
+            if one.finish_reason == "error":
+                raise JaxserveError(f"generation failed for {prompt!r}")
             if arguments.json:
                 line = {"prompt": prompt, "index": one.index, "text": one.text, "token_ids": list(one.token_ids)}
                 line |= {"finish_reason": one.finish_reason, "prompt_tokens": len(output.prompt_token_ids)}

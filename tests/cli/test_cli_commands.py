@@ -153,12 +153,19 @@ def test_leaving_a_remote_answer_aborts_it() -> None:
 def test_no_server_is_one_clear_line() -> None:
     with pytest.raises(JaxserveError, match="is the server running"):
         RemoteAnswerer("http://127.0.0.1:9", {})
-    with pytest.raises(JaxserveError, match="nothing answers at http://127.0.0.1:9/v1"):
+    with pytest.raises(JaxserveError, match=r"nothing answers at http://127\.0\.0\.1:9/v1"):
         RemoteAnswerer("127.0.0.1:9", {})
     with pytest.raises(JaxserveError, match="nothing answers"):
         RemoteAnswerer("http://127.0.0.1:port", {})
     with pytest.raises(ConfigError, match="--url"):
         RemoteAnswerer("file:///etc", {})
+
+
+def test_a_server_that_is_something_else_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reply in (b"<html>", b"[]", b'{"data": []}'):
+        monkeypatch.setattr(urllib.request, "urlopen", lambda request, reply=reply: io.BytesIO(reply))
+        with pytest.raises(JaxserveError, match="--url"):
+            RemoteAnswerer("http://x", {})
 
 
 def test_a_cut_connection_is_not_a_finished_answer(monkeypatch: pytest.MonkeyPatch) -> None:
