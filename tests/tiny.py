@@ -315,4 +315,3 @@ def _gguf_name(name: str) -> str:
         return name
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{parts[part]}.{kind}"
-

@@ -66,8 +66,8 @@ class ModelConfig:
             raise ModelLoadError(
                 f"config: {self.num_layers} layers need as many attention windows, got {len(self.attention_windows)}"
             )
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*names, "max_position_embeddings"):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
+        for name in (*sizes, "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ModelLoadError(f"config: {name} must be an integer >= 1, got {value!r}")
@@ -152,9 +152,7 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind not in _ROPE_FACTORS:
-        raise ModelLoadError(
-            f"{source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_FACTORS)}"
-        )
+        raise ModelLoadError(f"{source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_FACTORS)}")
     if scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelLoadError(f"{source}: partial_rotary_factor is not supported")
     if kind == "default":

@@ -60,7 +60,7 @@ def rope_inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any
     """Rotations per position and radian, ``theta ** (-2 i / head_dim)``, scaled as the model asks.
 
     ``llama3`` (Meta's Llama 3.1 reference code) divides long wavelengths by ``factor``, keeps short ones and blends in
-    between. ``linear`` divides all by ``factor``; ``frequency_factors`` divides each by its own (GGUF files carry them).
+    between. ``linear`` divides all by ``factor``; ``frequency_factors`` (in GGUF files) divides each by its own.
 
     Returns:
         Float32[head_dim / 2].

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
@@ -29,7 +29,7 @@ Message = Mapping[str, Any]
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``: marks assistant text for training; here it just renders what it holds."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -124,16 +124,14 @@ class _Guard:
         return value
 
     def _text(self, text: str) -> str:
-        if len(text) < 2:
-            return text
         for special in self._specials:
             if special in text:
                 text = text.replace(special, special[:1] + self._mark + special[1:])
-        # The template may write the other half of a control token right before or after this text.
-        if any(text.endswith(s[:n]) for s in self._specials for n in range(2, len(s))):
-            text = text[:-1] + self._mark + text[-1:]
-        if any(text.startswith(s[n:]) for s in self._specials for n in range(1, len(s) - 1)):
-            text = text[:1] + self._mark + text[1:]
+        # The template may write the other part of a control token right behind or in front of this text.
+        if any(text.endswith(s[:n]) for s in self._specials for n in range(1, len(s))):
+            text = text + self._mark
+        if any(text.startswith(s[n:]) for s in self._specials for n in range(1, len(s))):
+            text = self._mark + text
         return text
 
 
@@ -195,7 +193,7 @@ def _joined_content(content: Any, where: str) -> str:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise InvalidRequest(
-                f"{where}.content[{i}] must be {{'type': 'text', 'text': ...}}, got {kind!r}; this model takes text only",
+                f"{where}.content[{i}] must be {{'type': 'text', 'text': ...}}, got {kind!r}; only text is supported",
                 param="messages",
                 code="unsupported_content",
             )

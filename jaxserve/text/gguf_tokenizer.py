@@ -83,7 +83,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     elif kind == "llama":
         backend, add_bos = _sentencepiece_bpe(metadata, tokens, vocab, special["unknown"], source), True
     else:
-        raise ModelLoadError(f"{source}: tokenizer.ggml.model is {kind!r}, which is not supported; wanted gpt2 or llama")
+        raise ModelLoadError(f"{source}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
     controls = {i for i, token_type in enumerate(token_types[: len(tokens)]) if token_type in (_UNKNOWN, _CONTROL)}
     controls |= {i for i in special.values() if i is not None}
     backend.add_special_tokens([AddedToken(tokens[i], special=True, normalized=False) for i in sorted(controls)])
@@ -96,7 +96,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     )
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
     if metadata.get("tokenizer.ggml.add_eos_token"):
-        raise ModelLoadError(f"{source}: tokenizer.ggml.add_eos_token is true; a prompt that ends with EOS is no prompt")
+        raise ModelLoadError(f"{source}: tokenizer.ggml.add_eos_token is true; a prompt cannot end with EOS")
     return Tokenizer(
         backend,
         bos_token_id=special["bos"],
@@ -167,7 +167,7 @@ def _sentencepiece_bpe(
     ranked.sort(key=lambda merge: merge[:3], reverse=True)
     byte_fallback = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     if not byte_fallback and unknown_id is None:
-        raise ModelLoadError(f"{source}: the vocabulary has neither all byte tokens nor tokenizer.ggml.unknown_token_id")
+        raise ModelLoadError(f"{source}: neither all byte tokens nor tokenizer.ggml.unknown_token_id are given")
     model = models.BPE(
         vocab=vocab,
         merges=[(left, right) for *_, left, right in ranked],

@@ -57,7 +57,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         for name, token_id in (("bos", bos_token_id), ("eos", eos_token_id), ("pad", pad_token_id)):
             if token_id is not None and not 0 <= token_id < self.vocab_size:
-                raise ModelLoadError(f"{source}: {name}_token_id is {token_id}, vocabulary has {self.vocab_size} tokens")
+                raise ModelLoadError(f"{source}: {name}_token_id is {token_id}, vocabulary size is {self.vocab_size}")
         if add_bos and bos_token_id is None:
             raise ModelLoadError(f"{source}: add_bos_token is true but there is no bos token")
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
@@ -114,13 +114,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: the text holds lone surrogates, which are not Unicode text.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"text must be valid Unicode, got a lone surrogate at character {error.start}; send well-formed UTF-8",
-                code="invalid_unicode",
-            ) from None
+        _refuse_surrogates(text)
         backend = self.backend if parse_special else self._plain()
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens and self._add_bos is not False).ids
         if not add_special_tokens or self.bos_token_id is None:
@@ -138,23 +132,30 @@ class Tokenizer:
 
         ``mark`` is put inside text that would otherwise be read as a control token; it is removed before encoding.
         Where no mark stands the ids equal ``encode(text, add_special_tokens=False)``.
+
+        Raises:
+            InvalidRequest: as ``encode``.
         """
         if mark not in text:
             return self.encode(text, add_special_tokens=False)
+        _refuse_surrogates(text)
         encoding = self.backend.encode(text, add_special_tokens=False)
-        ids: list[int] = []
-        start = piece_start = 0  # character where the piece between control tokens starts; and its first token
         controls = [i for i, token in enumerate(encoding.ids) if token in self.special_ids]
-        for i in [*controls, len(encoding.ids)]:
-            end = encoding.offsets[i][0] if i < len(encoding.ids) else len(text)
+        spans = [encoding.offsets[i] for i in controls]
+        ids: list[int] = []
+        # Between two control tokens (or an end) lies a piece: characters start .. end, tokens first .. last.
+        for i in range(len(controls) + 1):
+            start, first = (spans[i - 1][1], controls[i - 1] + 1) if i > 0 else (0, 0)
+            end, last = (spans[i][0], controls[i]) if i < len(controls) else (len(text), len(encoding.ids))
             piece = text[start:end]
-            ids += self._encode_plain(piece.replace(mark, ""), start > 0) if mark in piece else encoding.ids[piece_start:i]
-            if i < len(encoding.ids):
-                ids.append(encoding.ids[i])
-                start, piece_start = encoding.offsets[i][1], i + 1
+            if mark in piece:
+                ids += self._encode_plain(piece.replace(mark, ""), preceded=i > 0)
+            else:
+                ids += encoding.ids[first:last]
+            ids += encoding.ids[last : last + 1]
         return ids
 
-    def _encode_plain(self, piece: str, preceded: bool) -> list[int]:
+    def _encode_plain(self, piece: str, *, preceded: bool) -> list[int]:
         if not preceded:
             return self.encode(piece, add_special_tokens=False, parse_special=False)
         ids: list[int] = self._plain().encode(_JOINT + piece, add_special_tokens=False).ids
@@ -186,6 +187,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token; joined over an output they give its text. Empty outside the vocabulary."""
         return self._decoder.token_bytes(token_id)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"text must be valid Unicode, got a lone surrogate at character {error.start}; send well-formed UTF-8",
+            code="invalid_unicode",
+        ) from None
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_own_model_loads_by_tensor_names(tmp_path: Path) -> None:
 
 
 def test_registering_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM.*already registered"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*already registered"):
         registry.register_model("LlamaForCausalLM", Bigram)
 
 
@@ -63,13 +63,17 @@ def test_class_without_logits_is_refused() -> None:
 def test_unknown_architecture_lists_the_known() -> None:
     config = ModelConfig.from_hf(tiny_config())
     assert registry.model_class_for(config) is LlamaForCausalLM
-    with pytest.raises(ModelLoadError, match="'Unheard'.*LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"'Unheard'.*LlamaForCausalLM"):
         registry.model_class_for(dataclasses.replace(config, architecture="Unheard"))
 
 
 @pytest.mark.parametrize(
     ("names", "refusal"),
-    [(["tables"], "tables is not a parameter"), ([], "parameters without a tensor: table"), (["table", "table"], "twice")],
+    [
+        (["tables"], "tables is not a parameter"),
+        ([], "parameters without a tensor: table"),
+        (["table", "table"], "twice"),
+    ],
 )
 def test_weight_map_must_fit(tmp_path: Path, names: list[str], refusal: str) -> None:
     zeros = np.zeros((260, 260), np.float32)

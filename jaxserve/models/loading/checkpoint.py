@@ -93,7 +93,8 @@ def _open_folder(path: Path) -> Checkpoint:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ModelLoadError(f"{path / 'config.json'}: quantization_config ({method}) is not supported")
-    tokenizer_config = {**_optional_json(path / "special_tokens_map.json"), **_optional_json(path / "tokenizer_config.json")}
+    tokenizer_config = _optional_json(path / "special_tokens_map.json")
+    tokenizer_config.update(_optional_json(path / "tokenizer_config.json"))
     return Checkpoint(
         name=path.resolve().name,
         path=path,

@@ -140,7 +140,7 @@ class GgufFile(Mapping[str, np.ndarray]):
         # Converters fold Llama 3's scaling into one divisor per frequency.
         if self._rope_factors is not None:
             if kind != "none":
-                raise ModelLoadError(f"{self.path}: both {_ROPE_FACTORS} and llama.rope.scaling.type {kind!r} are given")
+                raise ModelLoadError(f"{self.path}: both {_ROPE_FACTORS} and llama.rope.scaling.type {kind!r} given")
             factors = dequantize(self.path, self._rope_factors).reshape(-1)
             return {"rope_type": "frequency_factors", "factors": [float(f) for f in factors]}
         if kind == "none":

@@ -1,0 +1,30 @@
+"""Recomputes the committed expectations with transformers (``pytest -m regenerate``; needs torch)."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+pytestmark = [
+    pytest.mark.regenerate,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")),
+        reason="torch and transformers are not installed",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["gqa", "tied", "llama3_rope", "biases"])
+def test_expected_logits_are_what_transformers_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    import make_checkpoints
+
+    expected = np.load(FIXTURES / name / "expected.npz")
+    assert list(expected["token_ids"]) == make_checkpoints.TOKEN_IDS
+    found = make_checkpoints.expected_logits(FIXTURES / name)
+    np.testing.assert_allclose(found, expected["logits"], atol=1e-5, rtol=0)
