@@ -33,8 +33,6 @@ def check_prompts(value: Any) -> Prompts:
     if _is_ids(value):
         return [list(value)]
     if all(_is_ids(prompt) for prompt in value):
-        if not all(value):
-            raise ValueError("must not hold empty token lists")
         return [list(prompt) for prompt in value]
     raise ValueError("must be a string, a list of strings, a list of token ids >= 0, or a list of such lists")
 

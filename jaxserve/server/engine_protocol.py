@@ -12,6 +12,12 @@ from jaxserve.core.sampling_params import SamplingParams
 class TokenizerLike(Protocol):
     """Text to token ids and back."""
 
+    @property
+    def vocab_size(self) -> int: ...  # highest token id + 1
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...  # left out of text by ``skip_special_tokens``
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...

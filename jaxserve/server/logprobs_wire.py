@@ -60,7 +60,7 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: TokenizerLike, skip_special_tokens: bool):
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
@@ -73,7 +73,7 @@ class CompletionLogprobs:
             name, raw = token_name(self._tokenizer, one.token_id)
             tokens.append(name)
             text_offset.append(self._num_characters)
-            if not self._is_skipped(one.token_id, name, raw):
+            if one.token_id not in self._skipped:
                 self._num_characters += len(self._decoder.decode(raw))
             top = {name: finite(one.logprob)} if one.top else {}
             for token_id, logprob in one.top:
@@ -85,9 +85,3 @@ class CompletionLogprobs:
             "top_logprobs": top_logprobs,
             "text_offset": text_offset,
         }
-
-    def _is_skipped(self, token_id: int, name: str, raw: bytes) -> bool:
-        # Decoded alone, part of a character or a lone space may vanish too; neither is a special token.
-        if not self._skip_special_tokens or name.startswith("bytes:") or raw.isspace():
-            return False
-        return not self._tokenizer.decode([token_id])

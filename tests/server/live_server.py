@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -75,10 +76,24 @@ def read_all(connection: socket.socket) -> bytes:
 class Process:
     """``serve_scripted.py`` as a child; ``expect`` reads its output line by line."""
 
-    def __init__(self, port: int = 0, load_s: float = 0.0, step_s: float = 0.0, drain_s: float = 5.0):
+    def __init__(
+        self,
+        port: int = 0,
+        load_s: float = 0.0,
+        step_s: float = 0.0,
+        drain_s: float = 5.0,
+        hangup: signal.Handlers = signal.SIG_DFL,  # set, as the tests themselves may run under nohup
+    ):
         command = [sys.executable, str(HERE / "serve_scripted.py"), str(port), str(load_s), str(step_s), str(drain_s)]
         env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
-        self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self.child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+        )
 
     def __enter__(self) -> Process:
         return self

@@ -24,7 +24,9 @@ class ByteTokenizer:
 
     bos_token_id = 256
     eos_token_id = EOS
+    vocab_size = 260
     special: ClassVar[dict[int, str]] = {256: "<s>", 257: "</s>", 258: "<|eot|>", 259: "<pad>"}
+    special_ids = frozenset(special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

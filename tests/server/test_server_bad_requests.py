@@ -182,6 +182,11 @@ def test_an_empty_or_misshapen_prompt_is_a_400(api: Api, prompt: object) -> None
     assert api.engine.running == {}
 
 
+def test_an_empty_prompt_within_a_batch_is_named(api: Api) -> None:
+    assert "prompt[1]" in assert_error(api.complete(prompt=["a", ""]), 400, param="prompt")
+    assert "prompt[0]" in assert_error(api.complete(prompt=[[], [1]]), 400, param="prompt")
+
+
 def test_one_bad_prompt_of_a_batch_aborts_the_others(api: Api) -> None:
     assert_error(api.complete(prompt=[[1], [2], [999]]), 400)
     assert len(api.engine.aborted) == 2 and api.engine.running == {} and api.lifecycle.active == set()

@@ -31,7 +31,7 @@ def test_while_loading_it_lives_but_is_not_ready() -> None:
 def test_a_warming_engine_is_not_ready_and_a_dead_one_is_not_alive() -> None:
     api = Api(ScriptedEngine(ready=False))
     assert api.get("/health/ready").status_code == 503 and api.get("/health").status_code == 200
-    api.engine.dead = "lost"
+    api.engine.ready, api.engine.dead = True, "lost"
     assert api.get("/health/ready").status_code == 503 and api.get("/health").status_code == 503
     assert_error(api.chat(), 503, code="engine_dead")
 

@@ -79,6 +79,18 @@ def test_requests_that_end_within_the_drain_time_are_answered_in_full() -> None:
         assert server.exit_code(5) == 0
 
 
+def test_under_nohup_a_hangup_changes_nothing() -> None:
+    with Process(hangup=signal.SIG_IGN) as server:
+        port = port_of(server.expect("listening "))
+        server.expect("loading")
+        server.expect("ready ")
+        server.child.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        with connect(port) as connection:
+            connection.sendall(http_post("/v1/completions", b'{"prompt":"Hi"}', "Connection: close"))
+            assert b'"finish_reason"' in read_all(connection)
+
+
 def test_a_second_signal_exits_at_once() -> None:
     with Process(step_s=0.02, drain_s=60) as server:
         port = port_of(server.expect("listening "))
