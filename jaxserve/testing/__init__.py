@@ -1,0 +1,1 @@
+"""What authors of models, backends and algorithms need to test theirs."""

@@ -1,0 +1,34 @@
+"""The start-up check of settings that make the CUDA fences useless."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxserve.barrier.cuda_settings import check_cuda_settings
+from jaxserve.core.errors import ConfigError
+
+SETTINGS = ("PJRT_GPU_ENABLE_ASYNC_DISPATCH", "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT")
+
+
+def test_unset_passes():
+    check_cuda_settings({"XLA_FLAGS": "--xla_dump_to=x"})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("value", ["", "0", "false", "False", "no", "off", " 0 "])
+def test_off_passes(name: str, value: str):
+    check_cuda_settings({name: value})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("value", ["1", "true", "TRUE", "yes", "on", "2"])
+def test_on_is_refused_with_reason_and_remedy(name: str, value: str):
+    with pytest.raises(ConfigError, match=f"{name}={value}: .*fence nothing; unset {name}$"):
+        check_cuda_settings({name: value})
+
+
+def test_every_setting_is_named():
+    with pytest.raises(ConfigError) as raised:
+        check_cuda_settings(dict.fromkeys(SETTINGS, "1"))
+    assert all(f"{name}=1" in str(raised.value) for name in SETTINGS)
+    assert f"unset {SETTINGS[0]} and {SETTINGS[1]}" in str(raised.value)
