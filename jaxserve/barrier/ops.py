@@ -7,9 +7,35 @@ IN_REPLAY backend: XLA cannot look inside it, so no read of a shared row can mov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# The calls have a side effect for XLA (it must neither merge, drop nor repeat them) but none for JAX: with an effect of
+# its own a program loses JAX's fast dispatch path, which costs milliseconds of Python per launch. So this is a
+# primitive with its own lowering, and every caller uses the results, which keeps JAX from dropping it.
+_call_p = Primitive("jaxserve_barrier_call")
+_call_p.multiple_results = True
+
+
+@_call_p.def_abstract_eval
+def _abstract_eval(*operands: Any, target: str, results: tuple, attributes: tuple) -> list:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def _lower(ctx: Any, *operands: Any, target: str, results: tuple, attributes: tuple) -> Any:
+    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **dict(attributes))
+
+
+mlir.register_lowering(_call_p, _lower)
+
+
+def _call(target: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: Any) -> list[jax.Array]:
+    shapes = tuple((tuple(r.shape), jnp.dtype(r.dtype)) for r in results)
+    return _call_p.bind(*operands, target=target, results=shapes, attributes=tuple(attributes.items()))
 
 
 def snapshot(ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array], *, num_rows: int, widths: Sequence[int]):
@@ -27,18 +53,15 @@ def snapshot(ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array],
     """
     results = [jax.ShapeDtypeStruct((num_rows,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((num_rows, w), t.dtype) for t, w in zip(tables, widths, strict=True)]
-    # Side-effecting, so that it is neither merged with a twin nor dropped.
-    copied_ids, *copies = jax.ffi.ffi_call("jaxserve_snapshot", results, has_side_effect=True)(ticket, row_ids, *tables)
+    copied_ids, *copies = _call("jaxserve_snapshot", results, ticket, row_ids, *tables)
     return copied_ids, copies
 
 
 def record_end(ticket: jax.Array, *values: jax.Array) -> jax.Array:
     """Records the end of the program once ``values`` are computed. Returns uint32[1] zero."""
-    result = jax.ShapeDtypeStruct((1,), jnp.uint32)
-    return jax.ffi.ffi_call("jaxserve_record_end", result, has_side_effect=True)(ticket, *values)
+    return _call("jaxserve_record_end", [jax.ShapeDtypeStruct((1,), jnp.uint32)], ticket, *values)[0]
 
 
 def hold(point: str, *values: jax.Array) -> jax.Array:
     """Passes a hold point once ``values`` are computed. Returns int32[1] zero, to be added to what must come later."""
-    result = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return jax.ffi.ffi_call("jaxserve_hold", result, has_side_effect=True)(*values, point=point)
+    return _call("jaxserve_hold", [jax.ShapeDtypeStruct((1,), jnp.int32)], *values, point=point)[0]
