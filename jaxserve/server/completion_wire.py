@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.generation_wire import GenerationRequest
 
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
 Prompts = list[str] | list[list[int]]
 
 
@@ -47,9 +49,9 @@ class CompletionRequest(GenerationRequest):
     _check_prompt = field_validator("prompt")(check_prompts)
 
     def params(self) -> SamplingParams:
-        """The engine's parameters.
+        """The engine's parameters; ``max_tokens`` stays None where the client left it out.
 
         Raises:
             InvalidRequest: a value out of range.
         """
-        return self.sampling_params(logprobs=self.logprobs)
+        return self.sampling_params(max_tokens=self.max_tokens, logprobs=self.logprobs)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.body import read_request
-from jaxserve.server.completion_wire import CompletionRequest
+from jaxserve.server.completion_wire import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
 from jaxserve.server.generation import Generation
@@ -42,7 +42,7 @@ async def completions(request: Request) -> Response:
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, prompts, params, head["id"])
+    generation = Generation(lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS)
     if body.stream:
         return SSEResponse(_frames(generation, body, params, head, engine.tokenizer), generation)
     async with generation:

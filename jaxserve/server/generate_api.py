@@ -73,10 +73,9 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
             raise InvalidRequest(message, param=f"sampling_params.{name}", code="unsupported_field")
     dropped = ("min_new_tokens", "regex", "json_schema", "ebnf")
     ours = {renamed.get(name, name): value for name, value in fields.items() if name not in dropped}
-    if ours.get("max_tokens") is None:
-        ours["max_tokens"] = DEFAULT_MAX_NEW_TOKENS
     try:
-        return parse_fields(GenerationRequest, ours).sampling_params()
+        request = parse_fields(GenerationRequest, ours)
+        return request.sampling_params(max_tokens=request.max_tokens)
     except InvalidRequest as error:
         theirs = next((sg for sg, own in renamed.items() if own == error.param), error.param or "")
         message = error.message.replace(error.param or theirs, theirs, 1)
@@ -96,7 +95,7 @@ async def generate(request: Request) -> Response:
     prompts = await encode_prompts(engine, check_prompts(given))
     single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
     response_id = uuid.uuid4().hex
-    generation = Generation(lifecycle, prompts, params, response_id)
+    generation = Generation(lifecycle, prompts, params, response_id, DEFAULT_MAX_NEW_TOKENS)
 
     def shape(output: CompletionOutput) -> dict[str, Any]:
         reason: dict[str, Any] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from jaxserve.core.request import CompletionOutput, OutputDelta
@@ -19,6 +20,10 @@ class Generation:
     All requests are handed to the engine on construction, so one bad prompt refuses the whole batch. Use it as an
     async context manager: leaving it, for whatever reason, aborts what still runs.
 
+    Args:
+        default_max_tokens: where ``params`` has no limit, this one, or less near the end of the context. None: no limit
+            but the context.
+
     Attributes:
         prompt_tokens: tokens of all prompts, each counted once.
         completion_tokens: tokens of all outputs so far.
@@ -29,7 +34,12 @@ class Generation:
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, prompts: list[list[int]], params: SamplingParams, response_id: str
+        self,
+        lifecycle: Lifecycle,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        response_id: str,
+        default_max_tokens: int | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._engine: EngineLike = lifecycle.engine()
@@ -44,12 +54,20 @@ class Generation:
         try:
             for position, prompt in enumerate(prompts):
                 request_id = f"{response_id}-{position}"
-                self._sources.append(self._engine.generate(prompt, params, request_id))
+                own = self._within_context(prompt, params, default_max_tokens)
+                self._sources.append(self._engine.generate(prompt, own, request_id))
                 self._running_ids.append(request_id)
         except BaseException:
             self._abort()
             raise
         lifecycle.active.add(self)
+
+    def _within_context(self, prompt: list[int], params: SamplingParams, default: int | None) -> SamplingParams:
+        # A limit that the client chose and that does not fit is refused; one that it left to us is made to fit.
+        if params.max_tokens is not None or default is None:
+            return params
+        room = self._engine.context_length - len(prompt)
+        return dataclasses.replace(params, max_tokens=max(1, min(default, room)))
 
     async def __aenter__(self) -> Generation:
         return self

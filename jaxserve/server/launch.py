@@ -65,6 +65,7 @@ class ServerProcess:
         self._lifecycle = Lifecycle()
         self._loader: threading.Thread | None = None
         self._signal: int | None = None
+        self._stop: Callable[[], object] = lambda: None
 
     def run(self) -> int:
         """Serves until a signal. Errors of loading come out as they were raised.
@@ -79,6 +80,10 @@ class ServerProcess:
         self._exit_if_loading(code)
         return code
 
+    def stop(self) -> None:
+        """Stops as a signal does; from any thread."""
+        self._stop()
+
     def _exit_if_loading(self, code: int) -> None:
         # A thread within XLA's compiler can neither be stopped nor outlive the interpreter's teardown.
         if self._loader is not None and self._loader.is_alive():
@@ -88,6 +93,8 @@ class ServerProcess:
 
     async def _main(self) -> int:
         stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._stop = lambda: loop.call_soon_threadsafe(stop.set)
         self._handle_signals(stop)
         settings = self._settings
         _log_to_stderr(settings.access_log)

@@ -92,8 +92,9 @@ class ScriptedEngine:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
         if any(i >= 260 for i in ids):
             raise InvalidRequest("prompt has ids outside the vocabulary", param="prompt")
-        if len(ids) >= self.context_length:
-            message = f"prompt has {len(ids)} tokens, context is {self.context_length}"
+        wanted = len(ids) + (params.max_tokens or 1)
+        if wanted > self.context_length:
+            message = f"prompt has {len(ids)} tokens and wants {wanted} in all, context is {self.context_length}"
             raise InvalidRequest(message, param="prompt", code="context_length_exceeded")
         if self.refuse is not None and self.num_generated >= self.refuse_from:
             raise self.refuse

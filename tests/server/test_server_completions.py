@@ -59,6 +59,18 @@ def test_max_tokens_one_gives_one_token_and_the_default_is_sixteen() -> None:
     assert api.complete().json()["usage"]["completion_tokens"] == 16
 
 
+def test_near_the_end_of_the_context_a_default_limit_shrinks_and_a_given_one_is_refused() -> None:
+    api = Api(ScriptedEngine(script="x" * 40, context_length=64))
+    body = api.complete(prompt=["a" * 60, "a" * 10]).json()
+    assert [len(choice["text"]) for choice in body["choices"]] == [4, 16]
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert_error(api.complete(prompt="a" * 60, max_tokens=10), 400, code="context_length_exceeded")
+    assert_error(api.complete(prompt="a" * 64), 400, code="context_length_exceeded")
+    assert api.complete(prompt="a" * 63, max_tokens=1).json()["usage"]["completion_tokens"] == 1
+    generated = api.post("/generate", {"text": "a" * 60}).json()
+    assert generated["meta_info"]["completion_tokens"] == 4
+
+
 def test_a_character_of_several_tokens_arrives_whole() -> None:
     api = Api(ScriptedEngine(script="A 世ab 🌶é한"))
     *chunks, _ = events(api.complete(stream=True, max_tokens=100))

@@ -1,0 +1,133 @@
+"""The server in front of the real engine and a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_client import CHAT
+from live_server import connect, eventually, http_post, read_all
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.server.launch import ServerProcess
+from jaxserve.server.settings import ServerSettings
+
+async_engine = pytest.importorskip("jaxserve.engine.async_engine")
+CHECKPOINT = Path(__file__).parent.parent / "fixtures" / "gqa"
+
+
+class Served:
+    """The running server: its engine and its address."""
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.url = ""
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def post(self, path: str, **fields: Any) -> dict[str, Any]:
+        request = urllib.request.Request(self.url + path, json.dumps(fields).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
+    def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        with connect(self.port) as connection:
+            connection.settimeout(60)
+            connection.sendall(http_post(path, json.dumps(fields | {"stream": True}).encode(), "Connection: close"))
+            events = [line for line in read_all(connection).split(b"\r\n") if line.startswith(b"data: ")]
+        assert events.pop().strip() == b"data: [DONE]"
+        return [json.loads(event[6:]) for event in events]
+
+    def idle(self) -> bool:
+        state = self.engine.state()
+        return state["running"] == state["waiting"] == 0
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    import threading
+
+    few_programs: dict[str, Any] = {"prefill_token_buckets": (64,), "decode_batch_buckets": (4,), "skip_warmup": True}
+    config = EngineConfig(
+        model=str(CHECKPOINT),
+        page_size=4,
+        num_pages=512,
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        **few_programs,
+    )
+    served, is_ready = Served(), threading.Event()
+
+    def on_ready(engine: Any, url: str) -> None:
+        served.engine, served.url = engine, url
+        is_ready.set()
+
+    process = ServerProcess(lambda: async_engine.AsyncEngine.from_config(config), ServerSettings(port=0), on_ready)
+    thread = threading.Thread(target=process.run, daemon=True)
+    thread.start()
+    assert is_ready.wait(120)
+    yield served
+    process.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_says_the_same_as_an_answer(served: Served, path: str) -> None:
+    fields = GREEDY | (CHAT if "chat" in path else {"prompt": "Hello"})
+    whole = served.post(path, **fields)
+    chunks = served.stream(path, **fields, stream_options={"include_usage": True})
+    parts = [chunk["choices"][0] for chunk in chunks[:-1]]
+    text = "".join(part["delta"].get("content", "") if "chat" in path else part["text"] for part in parts)
+    choice = whole["choices"][0]
+    assert text == (choice["message"]["content"] if "chat" in path else choice["text"])
+    assert parts[-1]["finish_reason"] == choice["finish_reason"]
+    assert chunks[-1]["usage"] == whole["usage"]
+
+
+def test_a_batch_answers_each_prompt_as_it_does_alone(served: Served) -> None:
+    prompts = ["AAA", "BBB", "CCC"]
+    batch = served.post("/v1/completions", prompt=prompts, n=2, **GREEDY)
+    alone = [served.post("/v1/completions", prompt=prompt, **GREEDY)["choices"][0]["text"] for prompt in prompts]
+    assert [choice["text"] for choice in batch["choices"]] == [text for text in alone for _ in range(2)]
+    assert batch["usage"]["prompt_tokens"] == sum(
+        served.post("/tokenize", prompt=prompt)["count"] for prompt in prompts
+    )
+
+
+def test_every_token_has_its_logprob(served: Served) -> None:
+    body = served.post("/v1/completions", prompt="Hello", logprobs=3, **GREEDY)
+    logprobs = body["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == body["usage"]["completion_tokens"]
+    for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert own == pytest.approx(max(top.values()))  # greedy takes the most likely one
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_gives_its_pages_back(served: Served, stream: bool) -> None:
+    served.post("/v1/completions", prompt="Hello", **GREEDY)
+    assert eventually(served.idle)
+    body = {"prompt": "Hi", "max_tokens": 240, "ignore_eos": True, "n": 4, "stream": stream}
+    for _ in range(5):
+        with connect(served.port) as connection:
+            connection.sendall(http_post("/v1/completions", json.dumps(body).encode()))
+            assert eventually(lambda: served.engine.state()["running"] > 0, 10)
+        assert eventually(served.idle)
+    state = served.engine.state()
+    assert state["pages_free"] == state["pages_total"]
+
+
+def test_metrics_hold_the_engines_and_the_servers(served: Served) -> None:
+    served.post("/v1/completions", prompt="Hello", **GREEDY)
+    with urllib.request.urlopen(served.url + "/metrics") as response:
+        text = response.read().decode()
+    assert "jaxserve:generation_tokens_total" in text and "jaxserve:http_requests_total" in text
