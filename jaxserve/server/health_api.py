@@ -18,6 +18,7 @@ from jaxserve.server.version import version
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Liveness: 200 also while loading or draining; 503 once only a restart can help."""
@@ -29,6 +30,7 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok", "stage": lifecycle.stage})
 
 
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready")
 async def ready(request: Request) -> Response:
     """Readiness: 503 until a request sent now would be answered at normal speed."""

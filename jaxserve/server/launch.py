@@ -63,7 +63,7 @@ class ServerProcess:
         self._settings = settings
         self._on_ready = on_ready
         self._lifecycle = Lifecycle()
-        self._loader: threading.Thread | None = None
+        self._loading = False
         self._signal: int | None = None
         self._stop: Callable[[], object] = lambda: None
 
@@ -86,7 +86,7 @@ class ServerProcess:
 
     def _exit_if_loading(self, code: int) -> None:
         # A thread within XLA's compiler can neither be stopped nor outlive the interpreter's teardown.
-        if self._loader is not None and self._loader.is_alive():
+        if self._loading:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -148,6 +148,7 @@ class ServerProcess:
         loaded: asyncio.Future[EngineLike | None] = loop.create_future()
 
         def settle(engine: EngineLike | None, error: BaseException | None) -> None:
+            self._loading = False
             if loaded.cancelled():
                 return
             if engine is not None:
@@ -165,8 +166,8 @@ class ServerProcess:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, *settled)
 
-        self._loader = threading.Thread(target=load, name="jaxserve-load", daemon=True)
-        self._loader.start()
+        self._loading = True
+        threading.Thread(target=load, name="jaxserve-load", daemon=True).start()
         return loaded
 
     async def _drain(self, server: uvicorn.Server) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 import urllib.request
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fake_llm import FakeLLM, install
 from jaxserve.cli.answerers import RemoteAnswerer
 from jaxserve.cli.chat import talk
 from jaxserve.cli.main import main
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, JaxserveError, ModelLoadError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "server"))  # the scripted engine lives there
@@ -82,6 +84,28 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "jaxserve generate: error: no such folder: nowhere\n"
 
 
+@pytest.mark.parametrize(
+    ("failure", "code"), [(ModelLoadError("no such folder: nowhere"), 1), (ConfigError("--num-pages is too small"), 2)]
+)
+def test_serve_with_a_model_that_cannot_be_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception, code: int
+) -> None:
+    install(monkeypatch)
+    module = ModuleType("jaxserve.engine.async_engine")
+
+    class AsyncEngine:
+        @staticmethod
+        def from_config(config: EngineConfig) -> None:
+            raise failure
+
+    module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.engine.async_engine", module)
+    assert main(["serve", "nowhere", "--port", "0"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == f"jaxserve serve: error: {failure}\n"
+    assert captured.out.startswith("listening on http://127.0.0.1:")
+
+
 def test_chat_remembers_the_conversation_until_cleared(
     llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,11 +147,15 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
 def test_a_failed_answer_is_reported_and_forgotten(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    heard: list[Any] = []
     with live(ScriptedEngine(error_after=2)) as port:
         answerer = RemoteAnswerer(f"http://127.0.0.1:{port}", {})
-        type_in(monkeypatch, "one\n")
+        answer = answerer.answer
+        monkeypatch.setattr(answerer, "answer", lambda messages: heard.append(list(messages)) or answer(messages))
+        type_in(monkeypatch, "one\ntwo\n")
         talk(answerer)
     assert "error: bad step" in capsys.readouterr().err
+    assert [[message["content"] for message in messages] for messages in heard] == [["one"], ["two"]]
 
 
 def test_chat_talks_to_a_running_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def main() -> int:
     def load() -> ScriptedEngine:
         print("loading", flush=True)
         time.sleep(load_s)
-        return ScriptedEngine(script="x" * 10, step_s=step_s)
+        return ScriptedEngine(script="x" * 10, step_s=step_s, context_length=4096)
 
     settings = ServerSettings(port=port, drain_timeout_s=drain_s)
     try:

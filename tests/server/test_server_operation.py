@@ -19,7 +19,7 @@ def test_the_model_is_listed_under_all_its_names() -> None:
 def test_while_loading_it_lives_but_is_not_ready() -> None:
     api = Api()
     assert api.get("/health").json() == {"status": "ok", "stage": "loading"}
-    assert api.get("/health/ready").status_code == 503
+    assert api.get("/health/ready").status_code == api.call("HEAD", "/health/ready").status_code == 503
     response = api.chat()
     assert_error(response, 503, code="loading")
     assert response.headers["retry-after"] == "1"
