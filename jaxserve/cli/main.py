@@ -29,6 +29,8 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code is 2 for a bad flag or request, 1 for anything else that went wrong."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # models write characters that not every terminal has
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))

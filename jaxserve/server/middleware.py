@@ -44,7 +44,7 @@ class Front:
         self._metrics.open.inc()
         try:
             await self._app(scope, receive, send_with_id)
-        except (ClientDisconnect, OSError):
+        except (ClientDisconnect, ConnectionError):
             status = 499  # the client left; there is nobody to answer
         except Exception as error:
             response = error_response(error)  # logs it

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -50,7 +51,7 @@ class SSEResponse(StreamingResponse):
                         await send(start)
                         started = True
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-        except OSError:  # the connection broke while sending; there is nobody to tell
+        except (ClientDisconnect, ConnectionError):  # the connection broke while sending; there is nobody to tell
             raise
         except Exception as error:
             if not started:

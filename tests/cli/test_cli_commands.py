@@ -44,6 +44,16 @@ def test_generate_prints_the_continuation(llm: type[FakeLLM], capsys: pytest.Cap
     assert made.config["skip_warmup"] is True and made.closed
 
 
+def test_a_terminal_without_the_character_gets_a_question_mark(
+    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    assert main(["generate", "é"]) == 0
+    sys.stdout.flush()
+    assert printed.getvalue() == b"?!\n"
+
+
 def test_generate_prints_several_prompts_in_order(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", "one", "two"])
     assert capsys.readouterr().out == "--- 'one'\none!\n--- 'two'\ntwo!\n"

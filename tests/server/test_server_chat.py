@@ -47,6 +47,17 @@ def test_an_engine_that_dies_in_mid_stream_gives_one_error_frame_and_no_done() -
     assert engine.running == {}
 
 
+def test_an_unexpected_error_in_mid_stream_is_an_error_frame_too() -> None:
+    class Breaking(ScriptedEngine):
+        async def _steps(self, params, request_id):
+            async for delta in super()._steps(params, request_id):
+                yield delta
+                raise OSError("disk on fire")
+
+    *_, last = events(Api(Breaking()).chat(stream=True))
+    assert last["error"]["code"] == "internal_error" and "disk" not in last["error"]["message"]
+
+
 def test_an_output_that_fails_in_mid_stream_gives_one_error_frame() -> None:
     engine = ScriptedEngine(error_after=3)
     *chunks, last = events(Api(engine).chat(stream=True, n=2))

@@ -91,6 +91,18 @@ def test_under_nohup_a_hangup_changes_nothing() -> None:
             assert b'"finish_reason"' in read_all(connection)
 
 
+def test_an_engine_that_hangs_does_not_keep_the_process() -> None:
+    with Process(step_s=1000, drain_s=0.5) as server:
+        port = port_of(server.expect("listening "))
+        server.expect("loading")
+        server.expect("ready ")
+        with connect(port) as connection:
+            connection.sendall(STREAM)
+            time.sleep(0.2)
+            server.child.send_signal(signal.SIGTERM)
+            assert server.exit_code(5) == 0
+
+
 def test_a_second_signal_exits_at_once() -> None:
     with Process(step_s=0.02, drain_s=60) as server:
         port = port_of(server.expect("listening "))
