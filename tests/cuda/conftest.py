@@ -1,10 +1,13 @@
-"""Skips with a reason where the CUDA twin isn't built; nothing here needs a GPU."""
+"""Fixtures of the CUDA tests, none of which needs a GPU; what can't be built here skips with a reason."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 
+import fake_build
+import jax
 import pytest
 
 from jaxserve.testing import deviceless
@@ -32,3 +35,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_plugin and (reason := deviceless.why_not()):
         for item in needs_plugin:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def loaded():
+    """The twin built on the fake runtime, and the runtime's switches; its handlers are CPU targets fake_*."""
+    home = deviceless.cuda_data_dir()
+    if home is None or not (home / "include" / "cuda_runtime.h").is_file() or shutil.which("g++") is None:
+        pytest.skip("needs g++ and the headers of a CUDA toolkit: put nvcc on PATH or set CUDA_HOME")
+    module, switches = fake_build.load(fake_build.build(home / "include"))
+    for name in ("snapshot", "snapshot_graph", "record_end", "record_end_graph", "hold", "compute_stream"):
+        capsule = jax.ffi.pycapsule(getattr(switches, f"fake_{name}"))
+        jax.ffi.register_ffi_target(f"fake_{name}", capsule, platform="cpu")
+    return module, switches
+
+
+@pytest.fixture
+def fake(loaded):
+    """The twin built on the fake runtime, with nothing held and no current launch."""
+    module, switches = loaded
+    module.hold_points.clear()
+    module.set_current_launch(bytes(64))
+    yield module
+    module.hold_points.clear()
+    module.set_current_launch(bytes(64))
+    switches.fake_sync_after_handlers(1)
+    switches.fake_compute_sync()
+
+
+@pytest.fixture
+def switches(loaded, fake):
+    """The fake runtime's switches."""
+    return loaded[1]
