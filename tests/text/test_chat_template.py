@@ -90,9 +90,9 @@ def test_bos_is_there_exactly_once(tmp_path: Path) -> None:
 )
 def test_no_part_of_a_control_token_can_be_completed(byte: Tokenizer, content: str) -> None:
     # A template that writes the missing halves itself.
-    template = "{% for m in messages %}<|eot{{ m.content }}eot|></{{ m.content }}s>{% endfor %}"
+    template = "{% for m in messages %}<{{ m.content }}|eot|> <|eot|{{ m.content }} </{{ m.content }}s>{% endfor %}"
     ids = encode_chat(byte, template, user(content))
-    assert bytes(ids).decode() == f"<|eot{content}eot|></{content}s>"
+    assert bytes(ids).decode() == f"<{content}|eot|> <|eot|{content} </{content}s>"
 
 
 def test_parts_cannot_be_split_to_hide_a_control_token(byte: Tokenizer) -> None:

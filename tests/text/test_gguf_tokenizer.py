@@ -101,6 +101,17 @@ def test_sentencepiece_merges_by_score() -> None:
     assert bare.decode(bare.encode(" hi")) == " hi"
 
 
+def test_sentencepiece_score_goes_before_order_in_the_vocabulary() -> None:
+    metadata = sentencepiece_metadata(add_space_prefix=False, add_bos_token=False)
+    letters = [(letter, 0.0) for letter in "abcxyz"]
+    for token, score in (*letters, ("ab", -5.0), ("bc", -1.0), ("xy", -1.0), ("yz", -5.0)):
+        metadata["tokenizer.ggml.tokens"].append(token)
+        metadata["tokenizer.ggml.token_type"].append(1)
+        metadata["tokenizer.ggml.scores"].append(score)
+    tokenizer = tokenizer_from_gguf(metadata, "m.gguf")
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("abcxyz")] == ["a", "bc", "xy", "z"]
+
+
 @pytest.mark.parametrize(
     ("metadata", "named"),
     [
