@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CapacityError, InvalidRequest
@@ -108,6 +108,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
         return self._in_flight is not None or self.scheduler.has_work
+
+    @property
+    def open_requests(self) -> Collection[str]:
+        """Ids of the requests that have an unfinished output."""
+        return self._requests.keys()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,268 @@
+"""The engine behind a server: a thread that steps, and asynchronous iterators of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest
+from jaxserve.core.request import OutputDelta, Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.metrics import EngineMetrics
+
+log = logging.getLogger(__name__)
+END = None  # closes an output queue
+
+
+class OutputStream:
+    """The deltas of one request, in order. Ending it early (``aclose``, or losing it) aborts the request."""
+
+    def __init__(self, engine: AsyncEngine, request: Request):
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
+        self._open_outputs = request.params.n
+        self._closed = False
+        self.request_id = request.request_id
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if item is END:
+            self._closed = True
+            raise StopAsyncIteration
+        if isinstance(item, Exception):
+            self._closed = True
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        """Ends the iteration and aborts what is unfinished."""
+        self.close()
+
+    def close(self) -> None:
+        """As ``aclose``. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            if self._open_outputs > 0:
+                self._engine.abort(self.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def put_from_thread(self, items: list[OutputDelta | Exception | None]) -> None:
+        """Hands items over from the step thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, items)
+        except RuntimeError:  # the loop has closed: its client is gone
+            self._closed = True
+
+    def _put(self, items: list[OutputDelta | Exception | None]) -> None:
+        for item in items:
+            self._queue.put_nowait(item)
+            if isinstance(item, OutputDelta) and item.finish_reason is not None:
+                self._open_outputs -= 1
+                if self._open_outputs == 0:
+                    self._queue.put_nowait(END)
+
+
+class AsyncEngine:
+    """An engine stepped by its own thread.
+
+    Requests are checked on the caller's side, so a refusal costs the step loop nothing. Commands (add, abort) reach the
+    thread through one queue, emptied before every step. With no work the thread sleeps on that queue: an idle server
+    uses no CPU.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}  # touched by the step thread only
+        self._num_open = 0  # sequences accepted and not ended; guarded by _lock
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._dead: str | None = None
+        self._draining = False
+        self._thread = threading.Thread(target=self._run, name="jaxserve-step", daemon=True)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Callable[[str], None] = lambda message: None) -> AsyncEngine:
+        """Loads and compiles (blocking). Raises ConfigError or ModelLoadError."""
+        return cls(Engine(config, progress))
+
+    # -- what the server reads ---------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called."""
+        return self._engine.model_name
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template, if it has one."""
+        return self._engine.chat_template
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence."""
+        return self._engine.context_length
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration it was made from."""
+        return self._engine.config
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Counters; ``metrics.registry`` renders at ``/metrics``."""
+        return self._engine.metrics
+
+    def state(self) -> dict[str, Any]:
+        """Figures of the moment. Read without stopping the step loop, so they may be a step apart."""
+        scheduler = self._engine.scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "pages_free": scheduler.pool.num_free,
+            "pages_total": scheduler.pool.num_usable,
+            "ready": self._thread.is_alive() and self._dead is None and not self._draining,
+            "dead": self._dead,
+            "late_compiles": self._engine.num_late_compiles,
+            "platform": self._engine.parts.platform,
+            "attention_backend": self._engine.parts.worker.model_runner.backend.name,
+            "fences": {f"{kind}:{reason}": n for (kind, reason), n in scheduler.barrier.counts.items()},
+        }
+
+    def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequest."""
+        return self._engine.encode_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: str | list[int], params: SamplingParams,
+                 request_id: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
+        """Queues a request; returns the iterator of its deltas.
+
+        Raises:
+            InvalidRequest, CapacityError, EngineDead: at once, before anything is queued.
+        """
+        if self._dead is not None:
+            raise EngineDead(f"the engine has stopped: {self._dead}; restart the server")
+        if self._draining:
+            raise CapacityError("the server is shutting down; try another one", retry_after_s=10)
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._engine.check(ids, params)
+        config = self.config
+        with self._lock:
+            limit = config.max_queued_requests + config.max_running_requests
+            if self._num_open + params.n > limit:
+                raise CapacityError(
+                    f"{self._num_open} sequences are open, the limit is {limit} "
+                    "(--max-queued-requests + --max-running-requests); try again later",
+                    status=429,
+                )
+            self._num_open += params.n
+        request = Request(request_id or f"req-{next(self._ids)}", tuple(ids), params, text)
+        stream = OutputStream(self, request)
+        self._commands.put(lambda: self._add(request, stream))
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; its iterator ends after deltas with finish reason ``abort``. False if it is not known (now)."""
+        known = request_id in self._streams
+        self._commands.put(lambda: self._deliver(self._engine.abort(request_id)))
+        return known
+
+    # -- the step thread ---------------------------------------------------------------------------------------------
+
+    def _add(self, request: Request, stream: OutputStream) -> None:
+        try:
+            self._engine.add(request)
+        except (InvalidRequest, CapacityError) as error:  # only a doubled id gets here; the rest was checked
+            self._ended(request.params.n)
+            stream.put_from_thread([error])
+        else:
+            self._streams[request.request_id] = stream
+
+    def _ended(self, count: int) -> None:
+        with self._lock:
+            self._num_open -= count
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        by_request: dict[str, list[OutputDelta | Exception | None]] = {}
+        for delta in deltas:
+            by_request.setdefault(delta.request_id, []).append(delta)
+        for request_id, items in by_request.items():
+            finished = sum(1 for d in items if isinstance(d, OutputDelta) and d.finish_reason is not None)
+            if finished:
+                self._ended(finished)
+            self._streams[request_id].put_from_thread(items)
+            if request_id not in self._engine.open_requests:
+                del self._streams[request_id]
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    # Sleep only when idle; otherwise take whatever has arrived and go on.
+                    command = self._commands.get(block=not self._engine.has_work)
+                    while True:
+                        if command is None:
+                            return
+                        command()
+                        command = self._commands.get(block=False)
+                except queue.Empty:
+                    pass
+                if self._engine.has_work:
+                    self._deliver(self._engine.step())
+        except BaseException as error:
+            log.exception("the step loop stopped")
+            self._dead = f"{type(error).__name__}: {error}"
+            for stream in self._streams.values():
+                stream.put_from_thread([EngineDead(f"the engine has stopped: {self._dead}")])
+            self._streams.clear()
+        finally:
+            self._engine.close()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Starts the step thread."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    async def stop(self, drain_s: float = 5.0) -> None:
+        """Refuses new requests, lets running ones finish for ``drain_s`` seconds, aborts the rest, ends the thread."""
+        self._draining = True
+        deadline = asyncio.get_running_loop().time() + drain_s
+        while self._streams and asyncio.get_running_loop().time() < deadline and self._thread.is_alive():
+            await asyncio.sleep(0.02)
+        self._commands.put(self._abort_all)
+        self._commands.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join, 2.0)
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._streams):
+            self._deliver(self._engine.abort(request_id))
