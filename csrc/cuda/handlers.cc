@@ -9,7 +9,9 @@
 //       Command-buffer compatible: called once eagerly and once under capture, and never on replay. They know no
 //       generations, only the channel (a static attribute: the graph keeps its events for ever), and use the fixed
 //       events of its rings. The host calls note_graph_record after each dispatch. Not allowed inside cond and while
-//       bodies: CUDA refuses event nodes there.
+//       bodies: CUDA refuses event nodes there. Inside a graph only data flow orders, so every reader of a shared
+//       buffer must feed the snapshot, and the end record fences no more than the operands it is given: take
+//       step_done from record_on_compute_stream instead where something else may run last.
 #include <cstdint>
 #include <exception>
 #include <string>

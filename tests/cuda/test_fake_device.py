@@ -231,10 +231,12 @@ def test_a_wait_that_times_out_poisons_the_stream(fake):
 
 def test_a_record_from_the_host_is_done_at_once(fake):
     ring, stream = fake.EventRing("ring", 2), fake.Stream(1, 64, LONG_S)
-    stalled_record(fake, ring, stream)
-    second = ring.reserve()
-    ring.record(second)
-    assert ring.is_done(second)
+    first = stalled_record(fake, ring, stream)
+    ring.record(ring.reserve())
+    third = ring.reserve()  # in the slot of the first, whose event the device hasn't reached
+    ring.record(third)
+    assert ring.is_done(third)
+    assert not ring.is_done(first)
     stream.sync()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,21 +81,46 @@ def test_the_end_record_is_scheduled_behind_every_shared_read(cuda_module):
     assert uses_after(compiled_text(step), SHARED, "jaxserve_record_end") == []
 
 
-def test_the_graph_variants_compile_in_the_same_places(cuda_module):
-    def graph_step(kv, ticket, slots, block_tables, lengths, tokens, embedding, weights):
-        results = [array((BATCH,)), array((BATCH, PAGES_PER_SLOT)), array((BATCH, 1))]
-        _, tables, past = jax.ffi.ffi_call("jaxserve_snapshot_graph", results, has_side_effect=True)(
-            ticket, slots, block_tables, lengths, channel=np.int64(1)
-        )
-        kv, chosen = decode(kv, tables, past, tokens, embedding, weights)
-        end = jax.ffi.ffi_call("jaxserve_record_end_graph", array((1,), jnp.uint32), has_side_effect=True)(
-            ticket, chosen, channel=np.int64(1), read_done=False
-        )
-        return kv, chosen, end
+def graph_step(kv, ticket, slots, block_tables, lengths, tokens, embedding, weights):
+    """The same step with the graph variants of the markers."""
+    results = [array((BATCH,)), array((BATCH, PAGES_PER_SLOT)), array((BATCH, 1))]
+    _, tables, past = jax.ffi.ffi_call("jaxserve_snapshot_graph", results, has_side_effect=True)(
+        ticket, slots, block_tables, lengths, channel=np.int64(1)
+    )
+    kv, chosen = decode(kv, tables, past, tokens, embedding, weights)
+    end = jax.ffi.ffi_call("jaxserve_record_end_graph", array((1,), jnp.uint32), has_side_effect=True)(
+        ticket, chosen, channel=np.int64(1), read_done=False
+    )
+    return kv, chosen, end
 
+
+def test_the_graph_variants_prove_themselves_too(cuda_module):
     text = compiled_text(graph_step, target="jaxserve_snapshot_graph")
-    assert uses_after(text, SHARED, "jaxserve_snapshot_graph") == []
-    assert uses_after(text, SHARED, "jaxserve_record_end_graph") == []
+    # Inside a graph only data flow orders: the stronger proof is the one that counts.
+    assert uses_after(text, SHARED, "jaxserve_snapshot_graph", concurrent=True) == []
+    assert uses_after(text, SHARED, "jaxserve_record_end_graph", concurrent=True) == []
+
+
+def thunks(function, folder) -> list[tuple[bool, str]]:
+    """(whether inside a command buffer, kind) of every thunk, in order of execution."""
+    native_module("CUDA")
+    compile_for_h100(function, *SHAPES, donate=(0,), options={"xla_dump_to": str(folder)})
+    (dump,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
+    found = [re.match(r"(\s*)\d+: (\w+)", line) for line in dump.read_text().splitlines()]
+    return [(bool(match.group(1)), match.group(2)) for match in found if match]
+
+
+def test_the_graph_starts_right_behind_the_plain_snapshot(cuda_module, tmp_path):
+    top = [kind for inside, kind in thunks(step, tmp_path) if not inside]
+    assert top == ["kCustomCall", "kCommandBuffer", "kCustomCall"]
+
+
+def test_the_graph_variants_stand_inside_the_graph(cuda_module, tmp_path):
+    found = thunks(graph_step, tmp_path)
+    assert [kind for inside, kind in found if not inside] == ["kCommandBuffer"]
+    graphed = [kind for inside, kind in found if inside]
+    assert graphed[0] == graphed[-1] == "kCustomCall"
+    assert graphed.count("kCustomCall") == 2
 
 
 def test_hold_and_compute_stream_targets_compile(cuda_module):
