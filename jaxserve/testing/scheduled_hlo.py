@@ -131,6 +131,7 @@ class _Walk:
         self._module = module
         self._marker_target = marker_target
         self._callers: list[str] = []  # instructions whose computations the walk is inside of
+        self._marked: dict[str, bool] = {}  # computation -> whether it, or one that it calls, holds a marker
         self._before_marker = self._feeding_the_marker() if concurrent else None
 
     def found(self, finding: str) -> None:
@@ -246,11 +247,13 @@ class _Walk:
         return f"and nothing makes the marker {self._marker_target} wait for it"
 
     def _holds_marker(self, computation: Computation) -> bool:
-        return any(
-            _target(instruction) == self._marker_target
-            or any(self._holds_marker(called) for called in self._module.called_by(instruction))
-            for instruction in computation.instructions
-        )
+        if computation.name not in self._marked:
+            self._marked[computation.name] = any(
+                _target(instruction) == self._marker_target
+                or any(self._holds_marker(called) for called in self._module.called_by(instruction))
+                for instruction in computation.instructions
+            )
+        return self._marked[computation.name]
 
     def _feeding_the_marker(self) -> set[str]:
         """Names of the markers and of every instruction that has ended when a marker starts, by data flow."""
