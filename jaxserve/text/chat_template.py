@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -24,12 +24,13 @@ from jaxserve.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 Message = Mapping[str, Any]
+_PRIVATE_USE = range(0xE000, 0xF900)
 
 
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}``: marks assistant text for training; here it just renders what it holds."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it so
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -137,8 +138,11 @@ class _Guard:
 
 def _unused_character(*values: Any) -> str:
     """A private-use character that occurs nowhere in ``values``."""
-    text = json.dumps(values, ensure_ascii=False, default=str)
-    return next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+    used = set(json.dumps(values, ensure_ascii=False, default=str))
+    mark = next((c for c in map(chr, _PRIVATE_USE) if c not in used), None)
+    if mark is None:
+        raise InvalidRequest("messages use every private-use character there is; leave one out", param="messages")
+    return mark
 
 
 def _required(template: str | None) -> str:

@@ -65,7 +65,10 @@ class Tokenizer:
         self._add_bos = add_bos
         self._decoder = TokenDecoder(backend, source)
         self._plain_backend: tokenizers.Tokenizer | None = None
-        self.adds_bos = bos_token_id is not None and self.encode("")[:1] == [bos_token_id]
+        self._post_processor_adds_bos = (
+            bos_token_id is not None and add_bos is not False and backend.encode("").ids[:1] == [bos_token_id]
+        )
+        self.adds_bos = self._post_processor_adds_bos or bool(add_bos)
 
     @classmethod
     def from_file(cls, path: str | Path, tokenizer_config: dict[str, Any] | None = None) -> Tokenizer:
@@ -117,14 +120,13 @@ class Tokenizer:
         _refuse_surrogates(text)
         backend = self.backend if parse_special else self._plain()
         ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens and self._add_bos is not False).ids
-        if not add_special_tokens or self.bos_token_id is None:
+        if not add_special_tokens:
             return ids
-        bos = self.bos_token_id
-        if self._add_bos and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        bos_text = self.backend.id_to_token(bos) or ""
-        if parse_special and ids[:2] == [bos, bos] and not text.startswith(bos_text * 2):
+        bos = [self.bos_token_id]
+        if self._post_processor_adds_bos and ids[:2] == bos * 2:
             del ids[0]
+        elif self._add_bos and self.bos_token_id is not None and ids[:1] != bos:
+            ids.insert(0, self.bos_token_id)
         return ids
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:

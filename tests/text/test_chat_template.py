@@ -172,6 +172,11 @@ def test_refusals(template: str | None, messages: Any, named: str, byte: Tokeniz
         encode_chat(byte, template, messages)
 
 
+def test_messages_may_not_use_up_all_marks(byte: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="every private-use character"):
+        encode_chat(byte, CHAT_TEMPLATE, user("".join(map(chr, range(0xE000, 0xF900)))))
+
+
 def test_lone_surrogates_are_refused(byte: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         encode_chat(byte, CHAT_TEMPLATE, user("a\udc00"))
