@@ -121,6 +121,8 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
     if (!poisoned) {
       const auto* row_ids = reinterpret_cast<const int32_t*>(staged);
       for (int64_t i = 0; i < num_rows; ++i) {
+        // Checked when enqueued; checked again because a staging block rewritten too early holds anything.
+        if (row_ids[i] < 0 || row_ids[i] >= buffer->num_rows()) continue;
         std::memcpy(buffer->row(row_ids[i]) + first_column * kElementBytes, staged + index_bytes + i * row_bytes,
                     row_bytes);
       }

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.barrier.native import native_module
-from jaxserve.barrier.tickets import Event, launch_ticket, reserve
-
-RING_SLOTS = 8  # twice the launches that can be in flight, so that a slot is free well before it is needed again
+from jaxserve.barrier.tickets import RING_SLOTS, Event, launch_ticket, make_ring, reserve
 
 
 class FenceChannel:
@@ -21,17 +19,18 @@ class FenceChannel:
     def __init__(self, platform: str, write_done, timeout_s: float, name: str = "target"):
         native = native_module(platform)
         self._native = native
-        self.read_done = native.EventRing(f"{name}.read_done", RING_SLOTS)
-        self.step_done = native.EventRing(f"{name}.step_done", RING_SLOTS)
+        self._timeout_s = timeout_s
+        self.read_done = make_ring(native, f"{name}.read_done")
+        self.step_done = make_ring(native, f"{name}.step_done")
         self.number = native.open_channel(write_done, self.read_done, self.step_done, timeout_s)
 
     def reserve_read_done(self) -> Event:
         """The record of the next launch's read end."""
-        return reserve(self.read_done)
+        return reserve(self.read_done, self._timeout_s)
 
     def reserve_step_done(self) -> Event:
         """The record of the next launch's end."""
-        return reserve(self.step_done)
+        return reserve(self.step_done, self._timeout_s)
 
     def ticket(self, *, write_done: int, marker: Event | None, end: Event | None, step_done: Event | None,
                step_number: int) -> np.ndarray:  # fmt: skip

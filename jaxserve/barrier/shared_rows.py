@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxserve.barrier.channel import RING_SLOTS
 from jaxserve.barrier.native import native_module
-from jaxserve.barrier.tickets import Event
+from jaxserve.barrier.tickets import Event, make_ring, reserve
 from jaxserve.core.config import SharedUpdates
 
 NUM_SAMPLING_FLOATS = 4  # temperature, top_p, min_p, (free)
@@ -65,10 +64,11 @@ class SharedRows:
 
     def __init__(self, layout: RowLayout, platform: str, timeout_s: float, updates: SharedUpdates = "shared"):
         native = native_module(platform)
+        self._timeout_s = timeout_s
         self.layout = layout
         self.updates = updates
         self.stream = native.Stream(NUM_STAGING_BLOCKS, STAGING_BLOCK_BYTES, timeout_s)
-        self.write_done = native.EventRing("write_done", RING_SLOTS)
+        self.write_done = make_ring(native, "write_done")
         shapes = layout.shapes()
         self._names = list(shapes)
         self._buffers = {
@@ -121,9 +121,9 @@ class SharedRows:
             self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
         if self.updates != "shared":
             return 0
-        generation = self.write_done.reserve()
-        self.stream.record(self.write_done, generation)
-        return generation
+        event = reserve(self.write_done, self._timeout_s)
+        self.stream.record(event.ring, event.generation)
+        return event.generation
 
     def wait(self, event: Event) -> None:
         """Makes every later write wait for a record. In the comparison modes nothing is written in place, so no wait."""

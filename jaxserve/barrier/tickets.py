@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+RING_SLOTS = 8  # twice the launches that can be in flight, so that a slot is free well before it is needed again
 TICKET_WORDS = 16  # uint32 words of a launch ticket; the layout is csrc/common/launch_ticket.h
 
 
@@ -37,8 +38,23 @@ class Event(NamedTuple):
         self.ring.abandon(self.generation)
 
 
-def reserve(ring: Any) -> Event:
-    """The next generation of a ring, reserved by the host before the launch that will record it."""
+def make_ring(native: Any, name: str) -> Any:
+    """An event ring of the size ``reserve`` counts on."""
+    return native.EventRing(name, RING_SLOTS)
+
+
+def reserve(ring: Any, timeout_s: float) -> Event:
+    """The next generation of a ring, reserved by the host before the launch that will record it.
+
+    Blocks while the slot it will use still owes the record of ``RING_SLOTS`` launches ago. Collecting results keeps
+    launches far closer together than that, but a record made by a thread of its own may lag behind.
+
+    Raises:
+        RuntimeError: that record did not come in time (native ``WaitTimeout``), or the slot is still awaited.
+    """
+    previous = ring.newest_reserved + 1 - RING_SLOTS
+    if previous >= 1 and not ring.is_done(previous):
+        ring.sync(previous, timeout_s)
     return Event(ring, ring.reserve())
 
 

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     def load() -> EngineLike:
         from jaxserve.engine.async_engine import AsyncEngine
 
-        return cast(EngineLike, AsyncEngine.from_config(config))
+        return cast(EngineLike, AsyncEngine.from_config(config, lambda message: print(message, flush=True)))
 
     def announce(engine: EngineLike, url: str) -> None:
         print(how_to_use(engine, url, bool(settings.api_keys)), flush=True)
