@@ -1,0 +1,63 @@
+# make serve    sets everything up and serves the default model   (PORT=8000 MODEL=default ARGS="--max-running-requests 16")
+# make test     sets everything up and runs the tests             (ARGS="-k barrier -x")
+# make lint     ruff and mypy
+# make bench    jaxserve beside transformers, and the four ways to update control rows beside each other
+# make clean    removes what the other targets made
+#
+# PYTHON chooses the interpreter the virtual environment is made from (3.11 or newer).
+
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= default
+ARGS ?=
+VENV ?= .venv
+# The peer of `make bench`: any interpreter that has torch, transformers and safetensors.
+PEERS_VENV ?= .venv-peers
+PEERS_PYTHON ?= $(PEERS_VENV)/bin/python
+
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo none)
+# The version is part of the stamp, so another PYTHON makes another environment.
+INSTALLED := $(VENV)/.installed-$(VERSION)
+SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
+
+# Ahead of the server, so that the download is seen; if it fails, the server says why.
+FETCH := from jaxserve.models.loading.default_model import default_model_path as fetch; print('default model:', fetch())
+
+.PHONY: serve test bench lint clean
+.DEFAULT_GOAL := serve
+
+serve: $(INSTALLED)
+	@if [ "$(MODEL)" = default ]; then $(BIN)/python -c "$(FETCH)" 2>/dev/null || true; fi
+	$(BIN)/jaxserve serve --model "$(MODEL)" --port $(PORT) $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(INSTALLED) $(PEERS_PYTHON)
+	$(BIN)/python bench/run.py --peers-python "$(PEERS_PYTHON)" $(ARGS)
+
+lint: $(VENV)/.lint-$(VERSION)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) $(PEERS_VENV) build dist *.egg-info jaxserve/*.so .pytest_cache .mypy_cache .ruff_cache
+	find jaxserve tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip runs with build isolation: the build needs the headers of the oldest supported jaxlib, the run the newest.
+$(INSTALLED): $(SOURCES)
+	@PYTHON="$(PYTHON)" sh .ci/check-tools
+	@if [ ! -x $(BIN)/python ] || [ "$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" != "$(VERSION)" ]; \
+	then $(PYTHON) -m venv --clear $(VENV); fi
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint-$(VERSION): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet 'ruff>=0.8' 'mypy>=1.11'
+	@touch $@
+
+$(PEERS_VENV)/bin/python:
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet torch 'transformers>=4.57' safetensors

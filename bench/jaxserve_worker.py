@@ -1,0 +1,108 @@
+"""Measures a jaxserve engine, stepped by hand."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from worker import answer
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+
+
+class Timed:
+    """A callable that adds up how long it takes."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._function(*arguments)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    """Runs the prompts together, greedily; times the steps that decode all of them.
+
+    Returns:
+        Seconds: ``steps`` (between results of full decode steps), ``host`` (plan and launch, per such step),
+        ``first_tokens`` (per prompt, from when all were sent), ``wait`` (how long the schedule stream stood still, per
+        step). Besides: ``bytes`` it copied per step, ``tokens`` per prompt.
+    """
+    scheduler, stream = engine.scheduler, engine.parts.rows.stream
+    plan, launch = Timed(scheduler.plan), Timed(scheduler.launch)
+    scheduler.plan, scheduler.launch = plan, launch  # type: ignore[method-assign]
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        names = [f"bench-{i}" for i in range(len(prompts))]
+        tokens: dict[str, list[int]] = {name: [] for name in names}
+        first: dict[str, float] = {}
+        steps, host = [], []
+        waits: list[tuple[int, int]] = []
+        start = before = time.perf_counter()
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add(Request(name, tuple(prompt), params))
+        was_full = False
+        while engine.has_work:
+            busy = plan.seconds + launch.seconds
+            deltas = [delta for delta in engine.step() if delta.token_ids]
+            now = time.perf_counter()
+            for delta in deltas:
+                tokens[delta.request_id] += delta.token_ids
+                first.setdefault(delta.request_id, now - start)
+            full = len(deltas) == len(prompts) and len(first) == len(prompts)
+            if full and was_full:
+                steps.append(now - before)
+                host.append(plan.seconds + launch.seconds - busy)
+                stats = stream.stats()
+                waits.append((stats["wait_ns"], stats["bytes_copied"]))
+            before, was_full = now, full
+        stream.sync()
+        spans = max(1, len(waits) - 1)
+        return {
+            "steps": steps,
+            "host": host,
+            "wait": (waits[-1][0] - waits[0][0]) / 1e9 / spans,
+            "bytes": (waits[-1][1] - waits[0][1]) / spans,
+            "first_tokens": [first[name] for name in names],
+            "tokens": [tokens[name] for name in names],
+        }
+    finally:
+        del scheduler.plan, scheduler.launch  # type: ignore[method-assign]
+
+
+def open_engine(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
+    engine = Engine(EngineConfig(skip_warmup=True, **settings))
+    weight_bytes = sum(leaf.nbytes for leaf in engine.parts.model.leaves)
+    opened = {
+        "jax": jax.__version__,
+        "weight_bytes": weight_bytes,
+        "backend": engine.parts.worker.model_runner.backend.name,
+        "kv_bytes_per_token": engine.parts.worker.model_runner.kv.bytes_per_page // engine.config.page_size,
+    }
+    rounds = itertools.count()
+
+    def reply(prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        before = dict(engine.scheduler.barrier.counts)
+        found = measure(engine, prompts, max_tokens)
+        counts = {
+            f"{kind}:{reason}": n - before.get((kind, reason), 0)
+            for (kind, reason), n in engine.scheduler.barrier.counts.items()
+        }
+        return {**found, "fences": counts, "round": next(rounds)}
+
+    return opened, reply
+
+
+if __name__ == "__main__":
+    answer(open_engine)
