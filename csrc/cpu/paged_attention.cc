@@ -15,27 +15,19 @@
 #include <string>
 #include <vector>
 
+#include "cpu/lanes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
-// One clone per instruction set, chosen when the library loads: the extension may be built on one machine and run on
-// another. Inlined helpers are compiled once per clone.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define JAXSERVE_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
-#else
-#define JAXSERVE_CLONES
-#endif
-#define JAXSERVE_INLINE inline __attribute__((always_inline))
-
+// The kernel is compiled once per instruction set and chosen when it first runs: the extension may be built on one
+// machine and used on another. (The compiler's own multiversioning asks for the CPU model instead of its features, and
+// gives other vendors' processors the slowest version.)
 namespace jaxserve::cpu {
 namespace {
 
-constexpr int kLanes = 16;
-typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * sizeof(int32_t)), aligned(4), may_alias));
-
-constexpr int64_t kChunk = 256;  // context positions per task
+constexpr int64_t kChunk = 256;                 // context positions per task
+constexpr int64_t kWorthAThread = 1'000'000;  // multiplications below which one thread does it all
 
 struct Problem {
   int64_t batch, queries, heads, kv_heads, dim, pages, page_size, table_width;
@@ -45,57 +37,6 @@ struct Problem {
   float scale;
   int64_t window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
 };
-
-// exp(x) for x <= 0: 2^n * p(r), p the degree-6 minimax of exp on [-ln2/2, ln2/2] (Cephes expf). Error below 2 ulp.
-JAXSERVE_INLINE void exp_lanes(float* x) {
-  Lanes v;
-  std::memcpy(&v, x, sizeof(v));
-  v = v < -87.0f ? Lanes{} - 87.0f : v;
-  const Lanes t = v * 1.44269504088896341f;
-  IntLanes n = __builtin_convertvector(t - 0.5f, IntLanes);  // t <= 0, so truncation rounds to nearest
-  const Lanes nf = __builtin_convertvector(n, Lanes);
-  Lanes r = v - nf * 0.693359375f;
-  r = r + nf * 2.12194440e-4f;
-  Lanes p = Lanes{} + 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  IntLanes bits = (n + 127) << 23;
-  Lanes power;
-  std::memcpy(&power, &bits, sizeof(power));
-  p = p * power;
-  std::memcpy(x, &p, sizeof(p));
-}
-
-JAXSERVE_INLINE float dot(const float* a, const float* b, int64_t n) {
-  Lanes sum{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Lanes x, y;
-    std::memcpy(&x, a + i, sizeof(x));
-    std::memcpy(&y, b + i, sizeof(y));
-    sum += x * y;
-  }
-  float total = 0;
-  for (int j = 0; j < kLanes; ++j) total += sum[j];
-  for (; i < n; ++i) total += a[i] * b[i];
-  return total;
-}
-
-JAXSERVE_INLINE void add_scaled(float* out, const float* v, float weight, int64_t n) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Lanes x, y;
-    std::memcpy(&x, out + i, sizeof(x));
-    std::memcpy(&y, v + i, sizeof(y));
-    x += y * weight;
-    std::memcpy(out + i, &x, sizeof(x));
-  }
-  for (; i < n; ++i) out[i] += weight * v[i];
-}
 
 // Running softmax of one query row: maximum, sum of exponentials, and weighted values (dim floats behind it).
 struct Partial {
@@ -114,73 +55,140 @@ JAXSERVE_INLINE void merge(Partial& into, float* into_values, const Partial& fro
   into.maximum = maximum;
 }
 
-// Where a position's key (or value) row lies: in the pool for the context, in this step's operand for new tokens.
-struct RowAddress {
-  const float* pool;  // this layer's and head's [pages, page_size, dim]
-  const int32_t* table;
-  const float* fresh;  // [queries, kv_heads, dim] of this sequence, at this head
-  int64_t context, page_size, dim, fresh_stride;
-
-  JAXSERVE_INLINE const float* at(int64_t position) const {
-    if (position >= context) return fresh + (position - context) * fresh_stride;
-    const int64_t page = table[position / page_size];
-    return pool + (page * page_size + position % page_size) * dim;
+// Points at the key (or value) row of every position in [begin, end): in the pool for the context, page by page, and in
+// this step's operand for new tokens.
+JAXSERVE_INLINE void locate_rows(const Problem& p, const float* pool, const float* fresh, const int32_t* table,
+                                 int64_t context, int64_t begin, int64_t end, const float** rows) {
+  int64_t position = begin;
+  while (position < std::min(end, context)) {
+    const int64_t offset = position % p.page_size;
+    const int64_t stop = std::min({end, context, position - offset + p.page_size});
+    const float* row = pool + (table[position / p.page_size] * p.page_size + offset) * p.dim;
+    for (; position < stop; ++position, row += p.dim) rows[position - begin] = row;
   }
+  for (; position < end; ++position) rows[position - begin] = fresh + (position - context) * p.kv_heads * p.dim;
+}
+
+constexpr int64_t kBlock = 32;  // positions whose keys (or values) stay in the first-level cache for all query rows
+
+JAXSERVE_INLINE void prefetch_rows(const float* const* rows, int64_t begin, int64_t end, int64_t dim) {
+  constexpr int64_t kFloatsPerLine = 16;
+  for (int64_t i = begin; i < end; ++i) {
+    for (int64_t d = 0; d < dim; d += kFloatsPerLine) __builtin_prefetch(rows[i] + d);
+  }
+}
+
+// The scratch of one thread.
+struct Scratch {
+  std::vector<float> scores;
+  const float* keys[kChunk];
+  const float* values[kChunk];
 };
 
 // Attends rows (query, head of the group) of one sequence and KV head over positions [begin, end).
-JAXSERVE_CLONES
-void attend_chunk(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end, Partial* partials,
-                  float* values) {
+template <int kVectors>
+JAXSERVE_INLINE void attend_chunk_of(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end,
+                                     Partial* partials, float* values, Scratch& scratch) {
   const int64_t group = p.heads / p.kv_heads;
   const int64_t context = p.lengths[b];
   const int64_t head_stride = p.pages * p.page_size * p.dim;
-  const int64_t fresh_stride = p.kv_heads * p.dim;
   const int32_t* table = p.tables + b * p.table_width;
-  const int64_t fresh = b * p.queries * fresh_stride + kv * p.dim;
-  const RowAddress keys{p.keys + kv * head_stride, table, p.k_new + fresh, context, p.page_size, p.dim, fresh_stride};
-  const RowAddress vals{p.values + kv * head_stride, table, p.v_new + fresh, context, p.page_size, p.dim, fresh_stride};
+  const int64_t fresh = (b * p.queries * p.kv_heads + kv) * p.dim;
+  locate_rows(p, p.keys + kv * head_stride, p.k_new + fresh, table, context, begin, end, scratch.keys);
+  locate_rows(p, p.values + kv * head_stride, p.v_new + fresh, table, context, begin, end, scratch.values);
 
   const int64_t num_rows = p.queries * group;
   const int64_t span = end - begin;
   const int64_t padded = (span + kLanes - 1) / kLanes * kLanes;
-  thread_local std::vector<float> scores;
-  if (static_cast<int64_t>(scores.size()) < num_rows * padded) scores.resize(num_rows * padded);
+  if (static_cast<int64_t>(scratch.scores.size()) < num_rows * padded) scratch.scores.resize(num_rows * padded);
 
-  for (int64_t i = 0; i < span; ++i) {
-    const int64_t position = begin + i;
-    const float* key = keys.at(position);
+  // The positions of the chunk that a query sees, relative to its begin: [first, last).
+  const auto first_seen = [&](int64_t query) {
+    return p.window == 0 ? 0 : std::clamp<int64_t>(context + query - p.window + 1 - begin, 0, span);
+  };
+  const auto last_seen = [&](int64_t query) { return std::clamp<int64_t>(context + query + 1 - begin, 0, span); };
+
+  prefetch_rows(scratch.keys, 0, std::min(kBlock, span), p.dim);
+  for (int64_t block = 0; block < span; block += kBlock) {
+    // The hardware prefetcher stops at the end of each page, so the next block is asked for here.
+    prefetch_rows(scratch.keys, block + kBlock, std::min(block + 2 * kBlock, span), p.dim);
+    if (block + kBlock >= span) prefetch_rows(scratch.values, 0, std::min(kBlock, span), p.dim);
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t query = row / group;
-      const int64_t query_position = context + query;
-      const bool visible = position <= query_position && (p.window == 0 || position > query_position - p.window);
       const float* q = p.q + ((b * p.queries + query) * p.heads + kv * group + row % group) * p.dim;
-      scores[row * padded + i] = visible ? dot(q, key, p.dim) * p.scale : -INFINITY;
+      const int64_t from = std::max(block, first_seen(query));
+      const int64_t to = std::min(block + kBlock, last_seen(query));
+      float* s = scratch.scores.data() + row * padded;
+      for (int64_t i = from; i < to; ++i) s[i] = dot<kVectors>(q, scratch.keys[i], p.dim) * p.scale;
     }
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    float* s = scores.data() + row * padded;
-    float maximum = -INFINITY;
-    for (int64_t i = 0; i < span; ++i) maximum = std::max(maximum, s[i]);
-    partials[row].maximum = maximum;
-    if (maximum == -INFINITY) {
-      std::fill(s, s + padded, 0.0f);
-      continue;
+    const int64_t first = first_seen(row / group);
+    const int64_t last = last_seen(row / group);
+    if (first >= last) continue;  // the partial stays empty
+    float* s = scratch.scores.data() + row * padded;
+    const float maximum = *std::max_element(s + first, s + last);
+    for (int64_t i = 0; i < first; ++i) s[i] = -INFINITY;
+    for (int64_t i = first; i < last; ++i) s[i] -= maximum;
+    for (int64_t i = last; i < padded; ++i) s[i] = -INFINITY;
+    Lanes sum{};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      exp_lanes(s + i);
+      sum += load(s + i);
     }
-    for (int64_t i = 0; i < span; ++i) s[i] -= maximum;
-    std::fill(s + span, s + padded, -INFINITY);
-    float sum = 0;
-    for (int64_t i = 0; i < padded; i += kLanes) exp_lanes(s + i);
-    for (int64_t i = 0; i < span; ++i) sum += s[i];
-    partials[row].sum = sum;
+    partials[row].maximum = maximum;
+    partials[row].sum = sum_lanes(sum);
   }
-  for (int64_t i = 0; i < span; ++i) {
-    const float* value = vals.at(begin + i);
+  for (int64_t block = 0; block < span; block += kBlock) {
+    prefetch_rows(scratch.values, block + kBlock, std::min(block + 2 * kBlock, span), p.dim);
     for (int64_t row = 0; row < num_rows; ++row) {
-      add_scaled(values + row * p.dim, value, scores[row * padded + i], p.dim);
+      const int64_t from = std::max(block, first_seen(row / group));
+      const int64_t to = std::min(block + kBlock, last_seen(row / group));
+      if (from < to) {
+        add_weighted<kVectors>(values + row * p.dim, scratch.values, scratch.scores.data() + row * padded, from, to,
+                               p.dim);
+      }
     }
   }
 }
+
+JAXSERVE_INLINE void attend_chunk_any(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end,
+                                      Partial* partials, float* values) {
+  thread_local Scratch scratch;
+  switch (p.dim % kLanes == 0 ? p.dim / kLanes : 0) {
+    case 1: return attend_chunk_of<1>(p, b, kv, begin, end, partials, values, scratch);
+    case 4: return attend_chunk_of<4>(p, b, kv, begin, end, partials, values, scratch);
+    case 8: return attend_chunk_of<8>(p, b, kv, begin, end, partials, values, scratch);
+    default: return attend_chunk_of<0>(p, b, kv, begin, end, partials, values, scratch);
+  }
+}
+
+using AttendChunk = void (*)(const Problem&, int64_t, int64_t, int64_t, int64_t, Partial*, float*);
+
+#define JAXSERVE_DEFINE_ATTEND(name, attributes)                                                                \
+  attributes void name(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end, Partial* partials,  \
+                       float* values) {                                                                         \
+    attend_chunk_any(p, b, kv, begin, end, partials, values);                                                   \
+  }
+
+JAXSERVE_DEFINE_ATTEND(attend_chunk_portable, )
+
+#if defined(__x86_64__)
+JAXSERVE_DEFINE_ATTEND(attend_chunk_avx2, __attribute__((target("avx2,fma"))))
+JAXSERVE_DEFINE_ATTEND(attend_chunk_avx512, __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma"))))
+
+AttendChunk choose_attend_chunk() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512bw")) {
+    return attend_chunk_avx512;
+  }
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? attend_chunk_avx2 : attend_chunk_portable;
+}
+#else
+AttendChunk choose_attend_chunk() { return attend_chunk_portable; }
+#endif
+
+const AttendChunk attend_chunk = choose_attend_chunk();
 
 struct Task {
   int64_t b, kv, begin, end;
@@ -263,6 +271,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
   const int64_t rows_per_head = p.queries * (p.heads / p.kv_heads);
   std::vector<Task> tasks;
   int64_t num_rows = 0;
+  int64_t multiplications = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t context = p.lengths[b];
     if (context < 0 || context > p.table_width * p.page_size) return wrong("a length is outside its block table");
@@ -274,6 +283,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
     const int64_t start = p.window == 0 ? 0 : std::max<int64_t>(0, context - p.window + 1);
     const int64_t chunks = std::max<int64_t>(1, (end - start + kChunk - 1) / kChunk);
     const int64_t size = (end - start + chunks - 1) / chunks;
+    multiplications += 2 * (end - start) * p.queries * p.heads * p.dim;
     for (int64_t kv = 0; kv < p.kv_heads; ++kv) {
       for (int64_t begin = start; begin < end; begin += size) {
         tasks.push_back({b, kv, begin, std::min(end, begin + size), num_rows});
@@ -284,8 +294,9 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
 
   auto run = std::make_shared<Run>(p, std::move(tasks), num_rows);
   TaskBoard& board = run->board;
-  const int64_t helpers =
-      std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1) - 1, static_cast<int64_t>(board.tasks.size()) - 1);
+  // Waking a thread costs as much as a small problem does.
+  const int64_t threads = multiplications < kWorthAThread ? 1 : std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t helpers = std::min<int64_t>(threads, static_cast<int64_t>(board.tasks.size())) - 1;
   for (int64_t i = 0; i < helpers; ++i) {
     // The run is shared: a helper that starts after we returned finds no task and only drops its reference.
     pool.Schedule([run] { run->board.work(run->problem, run->partials, run->values); });
