@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Sizes of the KV pool."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int  # the null page included
+    page_size: int
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[layers, 2, KV heads, pages, page_size, D]."""
+        return (self.num_layers, 2, self.num_kv_heads, self.num_pages, self.page_size, self.head_dim)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
+        return elements * jnp.dtype(self.dtype).itemsize
 
 
 class PagedKV(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.attention.paged_kv import KVLayout
 from jaxserve.attention.registry import make_backend
 from jaxserve.barrier.native import native_module
 from jaxserve.barrier.shared_rows import RowLayout, SharedRows
@@ -21,7 +22,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.default_model import cache_folder, default_model_path
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
 from jaxserve.runner.buckets import make_buckets
-from jaxserve.runner.model_runner import KVLayout, ModelRunner
+from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.page_pool import PagePool

@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxserve.attention.base import AttentionBackend
-from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier.channel import FenceChannel
 from jaxserve.barrier.shared_rows import SharedRows
 from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.completion import CompletionWatcher
-
-
-@dataclass(frozen=True)
-class KVLayout:
-    """Sizes of the KV pool."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    num_pages: int  # the null page included
-    page_size: int
-    dtype: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[layers, 2, KV heads, pages, page_size, D]."""
-        return (self.num_layers, 2, self.num_kv_heads, self.num_pages, self.page_size, self.head_dim)
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes of one page over all layers."""
-        elements = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
-        return elements * jnp.dtype(self.dtype).itemsize
 
 
 class ModelRunner:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import JaxserveError
+from jaxserve.runner.program_arguments import PREP_ARGUMENTS, STEP_ARGUMENTS
 from jaxserve.runner.step_program import ProgramKey
 
 
@@ -73,9 +74,7 @@ class ProgramCache:
     def _explain(self, key: ProgramKey, arguments: tuple) -> str:
         wanted, _ = jax.tree_util.tree_flatten_with_path(self._arguments(key))
         found, _ = jax.tree_util.tree_flatten_with_path(arguments)
-        names = ("leaves", "pool", "relay", "ticket", "tables", "inputs", "private")
-        if self.kind == "prep":
-            names = ("ticket", "tables", "inputs")
+        names = PREP_ARGUMENTS if self.kind == "prep" else STEP_ARGUMENTS
         for (path, want), (_, got) in zip(wanted, found, strict=False):
             if want.shape != got.shape or want.dtype != got.dtype:
                 name = names[path[0].idx] + jax.tree_util.keystr(path[1:])

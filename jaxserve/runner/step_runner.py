@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds, StepMetadata, StepRows, StepShape
-from jaxserve.attention.paged_kv import PagedKV
-from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
-from jaxserve.barrier.tickets import TICKET_WORDS, Event
+from jaxserve.barrier.tickets import Event
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource, make_prep_program, make_step_program
 
@@ -41,14 +38,14 @@ class StepRunner:
         self.steps = ProgramCache(
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows),
-            self.step_arguments,
-            donate=(1, 2),
+            lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv),
+            donate=STEP_DONATES,
             late=on_late_compile,
         )
         self.preps = ProgramCache(
             "prep",
             lambda key: make_prep_program(key, self.backend),
-            self._prep_arguments,
+            lambda key: prep_arguments(key, runner.rows.layout),
             donate=(),
             late=on_late_compile,
         )
@@ -88,38 +85,6 @@ class StepRunner:
 
     def _prep_key(self, shape: StepShape) -> ProgramKey:
         return self._key(shape, RowSource.SNAPSHOT if self.runner.has_marker else RowSource.COPY)
-
-    def _host_avals(self, shape: StepShape) -> HostInputs:
-        queries = 1 if shape.mode is ForwardMode.DECODE else shape.queries
-        ints = jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((shape.batch, queries), jnp.int32)
-        return HostInputs(ints, tokens, jax.ShapeDtypeStruct((), jnp.int32), ints)
-
-    def _prep_arguments(self, key: ProgramKey) -> tuple:
-        ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
-        tables = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.runner.rows.arrays()]
-        return ticket, tables, self._host_avals(key.shape)
-
-    def step_arguments(self, key: ProgramKey) -> tuple:
-        """Abstract arguments of the step program of ``key``."""
-        runner = self.runner
-        ticket, tables, inputs = self._prep_arguments(key)
-        leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in runner.model.leaves]
-        pool = PagedKV(jax.ShapeDtypeStruct(runner.kv.shape, runner.kv.dtype))  # type: ignore[arg-type]
-        relay = jax.ShapeDtypeStruct((runner.rows.layout.num_slots + 1,), jnp.int32)
-        private = None
-        if key.source is RowSource.PRIVATE:
-            b, q, w = key.shape.batch, key.shape.queries, key.shape.table_width
-
-            def ints(*shape: int) -> Any:
-                return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-            floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
-            private = (
-                StepRows(ints(b), ints(b, w), ints(b), floats, ints(b, NUM_SAMPLING_INTS)),
-                StepMetadata(ints(b, w), ints(b), ints(b, q), ints(b, q)),
-            )
-        return leaves, pool, relay, ticket, tables, inputs, private
 
     def program_keys(self) -> tuple[list[ProgramKey], list[ProgramKey]]:
         """Keys of every (step, prep) program the buckets allow."""

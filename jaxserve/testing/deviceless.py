@@ -87,5 +87,5 @@ def compile_for_h100(
         RuntimeError: something is missing (see ``why_not``).
     """
     sharding = h100_sharding()
-    jitted = jax.jit(fn, in_shardings=sharding, out_shardings=sharding, donate_argnums=tuple(donate))
+    jitted = jax.jit(fn, in_shardings=sharding, out_shardings=sharding, donate_argnums=tuple(donate), keep_unused=True)
     return jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)

@@ -1,0 +1,55 @@
+"""The abstract arguments programs are compiled for. No array is made: sizes are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import StepMetadata, StepRows
+from jaxserve.attention.paged_kv import KVLayout, PagedKV
+from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, RowLayout
+from jaxserve.barrier.tickets import TICKET_WORDS
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
+
+STEP_DONATES = (1, 2)  # pool and relay
+STEP_ARGUMENTS = ("leaves", "pool", "relay", "ticket", "tables", "inputs", "private")
+PREP_ARGUMENTS = ("ticket", "tables", "inputs")
+
+
+def _ints(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def prep_arguments(key: ProgramKey, layout: RowLayout) -> tuple:
+    """(ticket, tables, inputs) of a prep program; see ``make_prep_program``."""
+    shape = key.shape
+    queries = 1 if shape.mode is ForwardMode.DECODE else shape.queries
+    ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
+    tables = [jax.ShapeDtypeStruct((rows, columns), dtype) for rows, columns, dtype in layout.shapes().values()]
+    inputs = HostInputs(_ints(shape.batch), _ints(shape.batch, queries), _ints(), _ints(shape.batch))
+    return ticket, tables, inputs
+
+
+def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout) -> tuple:
+    """(leaves, pool, relay, ticket, tables, inputs, private) of a step program; see ``make_step_program``.
+
+    Args:
+        leaves: weights, or anything with their shapes and dtypes.
+    """
+    shape = key.shape
+    ticket, tables, inputs = prep_arguments(key, layout)
+    weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    pool = PagedKV(jax.ShapeDtypeStruct(kv.shape, kv.dtype))  # type: ignore[arg-type]
+    private = None
+    if key.source is RowSource.PRIVATE:
+        b, q, w = shape.batch, shape.queries, shape.table_width
+        floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
+        private = (
+            StepRows(_ints(b), _ints(b, w), _ints(b), floats, _ints(b, NUM_SAMPLING_INTS)),
+            StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q)),
+        )
+    return weights, pool, _ints(layout.num_slots + 1), ticket, tables, inputs, private
