@@ -55,7 +55,8 @@ def measure(model: str, context: int, page_size: int, rounds: int) -> list[dict[
                     found.append({
                         "context": context, "page_size": page_size, "table_width": context // page_size, "batch": batch,
                         "way": way, "step_s": median(run["steps"]), "host_s": median(run["host"]),
-                        "wait_s": run["wait"], "bytes": run["bytes"], "fences": run["fences"],
+                        "wait_s": run["wait"], "write_delay_s": median(run["write_delays"] or [0.0]),
+                        "bytes": run["bytes"], "fences": run["fences"],
                     })  # fmt: skip
             if any(each != tokens["fine"] for each in tokens.values()):
                 raise RuntimeError(f"the ways disagree about greedy tokens at batch {batch}")
@@ -76,13 +77,15 @@ def report(found: dict[str, Any]) -> str:
                         r for r in found["runs"]
                         if (r["context"], r["page_size"], r["batch"], r["way"]) == (context, page_size, batch, way)
                     ]  # fmt: skip
-                    waits = [r["wait_s"] for r in runs]
+                    in_place = way in ("coarse", "fine")
                     rows.append([
                         str(context // page_size), str(page_size), str(batch), way,
                         spread([r["step_s"] for r in runs], 1, 1e3), spread([r["host_s"] for r in runs], 2, 1e3),
-                        spread(waits, 2, 1e3) if way in ("coarse", "fine") else "-",
+                        spread([r["wait_s"] for r in runs], 1, 1e3) if in_place else "-",
+                        spread([r["write_delay_s"] for r in runs], 2, 1e3) if in_place else "-",
                     ])  # fmt: skip
-    head = ["table width", "page size", "batch", "way", "step ms", "host ms (plan, launch)", "stream stood still ms"]
+    head = ["table width", "page size", "batch", "way", "step ms", "host ms (plan, launch)", "stream in waits ms",
+            "row writes held up ms"]  # fmt: skip
     return sentence(found["machine"]) + "\n\n" + table("Four ways to update control rows, per decode step", head, rows)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,14 +33,57 @@ class Timed:
             self.seconds += time.perf_counter() - start
 
 
+class WriteDelays:
+    """How long each step's row writes take from being published to being done: the time they stand behind the fence.
+
+    A thread waits for each record in turn. What the stream itself counts as waiting says less: it stands in a wait from
+    one launch to the next even when no write is behind it.
+    """
+
+    def __init__(self, rows: Any):
+        self._rows, self._publish = rows, rows.publish
+        self._queue: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> WriteDelays:
+        def publish() -> int:
+            generation = self._publish()
+            if generation:
+                self._queue.put((generation, time.perf_counter()))
+            return generation
+
+        self._rows.publish = publish
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            generation, start = item
+            self._rows.write_done.sync(generation, 60.0)
+            self.seconds.append(time.perf_counter() - start)
+
+    def __exit__(self, *exc: object) -> None:
+        del self._rows.publish
+        self._queue.put(None)
+        self._thread.join()
+
+
 def measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     """Runs the prompts together, greedily; times the steps that decode all of them.
 
     Returns:
         Seconds: ``steps`` (between results of full decode steps), ``host`` (plan and launch, per such step),
-        ``first_tokens`` (per prompt, from when all were sent), ``wait`` (how long the schedule stream stood still, per
-        step). Besides: ``bytes`` it copied per step, ``tokens`` per prompt.
+        ``first_tokens`` (per prompt, from when all were sent), ``wait`` (how long the schedule stream stood in waits,
+        per step), ``write_delays`` (of every step, prefill included). Besides: ``bytes`` it copied per step, ``tokens``
+        per prompt.
     """
+    with WriteDelays(engine.parts.rows) as delays:
+        found = _measure(engine, prompts, max_tokens)
+    return {**found, "write_delays": delays.seconds}
+
+
+def _measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     scheduler, stream = engine.scheduler, engine.parts.rows.stream
     plan, launch = Timed(scheduler.plan), Timed(scheduler.launch)
     scheduler.plan, scheduler.launch = plan, launch  # type: ignore[method-assign]
