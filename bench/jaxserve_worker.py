@@ -86,7 +86,7 @@ def measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[s
 def _measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     scheduler, stream = engine.scheduler, engine.parts.rows.stream
     plan, launch = Timed(scheduler.plan), Timed(scheduler.launch)
-    scheduler.plan, scheduler.launch = plan, launch  # type: ignore[method-assign]
+    scheduler.plan, scheduler.launch = plan, launch  # type: ignore
     try:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         names = [f"bench-{i}" for i in range(len(prompts))]
@@ -123,7 +123,7 @@ def _measure(engine: Engine, prompts: list[list[int]], max_tokens: int) -> dict[
             "tokens": [tokens[name] for name in names],
         }
     finally:
-        del scheduler.plan, scheduler.launch  # type: ignore[method-assign]
+        del scheduler.plan, scheduler.launch  # type: ignore
 
 
 def open_engine(settings: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., dict[str, Any]]]:
