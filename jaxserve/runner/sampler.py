@@ -72,7 +72,8 @@ def filtered_logits(logits: jax.Array, floats: jax.Array, ints: jax.Array) -> ja
         probabilities = jax.nn.softmax(scaled, -1)
         p = floats[:, TOP_P]
         threshold = _largest_key(
-            lambda key: jnp.sum(jnp.where(keys >= key[:, None], probabilities, 0.0), -1) >= jnp.minimum(p, 0.999999), rows
+            lambda key: jnp.sum(jnp.where(keys >= key[:, None], probabilities, 0.0), -1) >= jnp.minimum(p, 0.999999),
+            rows,
         )
         best = keys.max(-1)  # top_p 0 keeps the best token
         threshold = jnp.minimum(threshold, best)
@@ -86,7 +87,7 @@ def filtered_logits(logits: jax.Array, floats: jax.Array, ints: jax.Array) -> ja
 
 
 def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
-    """One token int32[R] per row from filtered logits [R, V]; ``positions`` int32[R] are the drawn tokens' positions."""
+    """One token int32[R] per row from filtered logits [R, V]; ``positions`` int32[R]: where the tokens will stand."""
 
     def noise(seed_low, seed_high, position):
         key = jax.random.fold_in(jax.random.key(seed_low.astype(jnp.uint32)), seed_high)

@@ -15,7 +15,8 @@ def sampling_row(params: SamplingParams, seed: int, vocab_size: int) -> tuple[np
     """The rows (float32[4], int32[4]) of a sequence with these parameters and this 64-bit seed."""
     # "All tokens" is one value on the device, whichever way the client wrote it.
     top_k = 0 if params.top_k <= 0 or params.top_k >= vocab_size else params.top_k
-    floats = np.array([params.temperature, params.top_p, params.min_p, 0.0], np.float32)
+    temperature = min(params.temperature, float(np.finfo(np.float32).max))
+    floats = np.array([temperature, params.top_p, params.min_p, 0.0], np.float32)
     words = np.array([seed], np.uint64).view(np.int32)
     flags = WANTS_LOGPROBS if params.logprobs is not None else 0
     return floats, np.array([top_k, words[0], words[1], flags], np.int32)
