@@ -79,7 +79,8 @@ def make_backend(config: EngineConfig, platform: str, dtype: str) -> AttentionBa
     children = [config.prefill_attention_backend, config.decode_attention_backend]
     if name != "hybrid":
         if any(children):
-            raise ConfigError("--prefill-attention-backend and --decode-attention-backend need --attention-backend hybrid")
+            flags = "--prefill-attention-backend and --decode-attention-backend"
+            raise ConfigError(f"{flags} need --attention-backend hybrid")
         chosen = [name]
     else:
         chosen = [child or default for child in children]

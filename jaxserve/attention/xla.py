@@ -85,7 +85,7 @@ class XlaLiveBackend(XlaBackend):
 
 
 class PlannedBackend(XlaBackend):
-    """Plans the step in a program of its own, launched first: every read of a shared row ends before the step starts."""
+    """Plans the step in a program of its own, launched first: reads of shared rows end before the step starts."""
 
     name = "planned"
 

@@ -34,7 +34,7 @@ class FenceChannel:
 
     def ticket(self, *, write_done: int, marker: Event | None, end: Event | None, step_done: Event | None,
                step_number: int) -> np.ndarray:  # fmt: skip
-        """The launch ticket: wait for ``write_done``, record ``marker`` where reads end, ``end`` and ``step_done`` last."""
+        """The launch ticket: wait for ``write_done``, record ``marker`` where reads end, the other two at the end."""
         return launch_ticket(
             self.number,
             write_done=write_done,

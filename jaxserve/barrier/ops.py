@@ -33,12 +33,16 @@ def _lower(ctx: Any, *operands: Any, target: str, results: tuple, attributes: tu
 mlir.register_lowering(_call_p, _lower)
 
 
-def _call(target: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: Any) -> list[jax.Array]:
+def _call(
+    target: str, results: Sequence[jax.ShapeDtypeStruct], *operands: jax.Array, **attributes: Any
+) -> list[jax.Array]:
     shapes = tuple((tuple(r.shape), jnp.dtype(r.dtype)) for r in results)
     return _call_p.bind(*operands, target=target, results=shapes, attributes=tuple(attributes.items()))
 
 
-def snapshot(ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array], *, num_rows: int, widths: Sequence[int]):
+def snapshot(
+    ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array], *, num_rows: int, widths: Sequence[int]
+) -> tuple[jax.Array, list[jax.Array]]:
     """Waits for the launch's row writes, copies rows of shared tables, records the end of the reads.
 
     Args:

@@ -9,7 +9,6 @@ engine without shared buffers must; they exist to be measured beside it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -77,7 +76,9 @@ class SharedRows:
         }
         # Imported once: the arrays alias the buffers for good, so a program's argument never changes address.
         self._arrays = {name: jax.dlpack.from_dlpack(buffer, copy=False) for name, buffer in self._buffers.items()}
-        self._mirror = {name: np.zeros((rows, columns), dtype) for name, (rows, columns, dtype) in shapes.items()}
+        self._mirror: dict[str, np.ndarray] = {
+            name: np.zeros((rows, columns), dtype) for name, (rows, columns, dtype) in shapes.items()
+        }
         if updates != "shared":
             self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
         self._write("batch_slots", np.array([0], np.int32), np.full((1, layout.num_slots), layout.null_slot, np.int32))
@@ -126,17 +127,21 @@ class SharedRows:
         return event.generation
 
     def wait(self, event: Event) -> None:
-        """Makes every later write wait for a record. In the comparison modes nothing is written in place, so no wait."""
+        """Makes every later write wait for a record. The comparison modes write nothing in place and do not wait."""
         if self.updates == "shared":
             self.stream.wait(event.ring, event.generation)
 
-    def recover(self) -> None:
-        """After a failed step: drains the stream, clears its error, and writes every row anew."""
-        with contextlib.suppress(RuntimeError):  # the error that is being recovered from
+    def recover(self) -> str | None:
+        """After a failed step: drains the stream, clears its error, and writes every row anew. Returns that error."""
+        failure = None
+        try:
             self.stream.sync()
+        except RuntimeError as error:
+            failure = str(error)
         self.stream.reset()
         for name, mirror in self._mirror.items():
             self._write(name, np.arange(mirror.shape[0], dtype=np.int32), mirror.copy())
+        return failure
 
     def arrays(self) -> list[jax.Array]:
         """The buffers as program arguments, in ``RowLayout.shapes`` order."""

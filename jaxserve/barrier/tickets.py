@@ -67,7 +67,7 @@ def launch_ticket(
     step_done: int = 0,
     step_number: int = 0,
 ) -> np.ndarray:
-    """The operand uint32[16] that tells the handlers of one launch what to wait for and what to record; 0 means nothing.
+    """The operand uint32[16] that tells the handlers of one launch what to wait for and what to record; 0 is nothing.
 
     The array is fresh: JAX may alias NumPy operands on the CPU, so it must never be written again.
     """

@@ -1,11 +1,11 @@
 """The step program: what one launch computes, from shared rows to sampled tokens.
 
-    rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
-    tokens     from the relay (decode), or from the host (prefill chunk, drafted tokens)
-    layers     the model's own code; its attention calls come back to the backend
-    sampled    logits, sampler, tokens into the relay
-    KV write   every layer's new keys and values, after the last read of the pool
-    end        the end record: the full-execution fence
+rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
+tokens     from the relay (decode), or from the host (prefill chunk, drafted tokens)
+layers     the model's own code; its attention calls come back to the backend
+sampled    logits, sampler, tokens into the relay
+KV write   every layer's new keys and values, after the last read of the pool
+end        the end record: the full-execution fence
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
 
 
 def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
-    """``prep(ticket, tables, inputs) -> (StepRows, StepMetadata)``: the reads and the planning as a program of its own."""
+    """``prep(ticket, tables, inputs) -> (StepRows, StepMetadata)``: reads and planning as a program of its own."""
 
     def prep(ticket, tables: list[jax.Array], inputs: HostInputs):
         row_ids = tables[0] if key.shape.mode is ForwardMode.DECODE else inputs.row_ids

@@ -60,8 +60,8 @@ class StepRunner:
         """
         declared = self.backend.shared_read_ends(forward_mode)
         if declared is SharedReadEnds.IN_REPLAY and not self.runner.has_marker:
-            unsound = self.runner.config.compat_unsound_fallback
-            resolved = SharedReadEnds.POST_REPLAY if self.backend.reads_live and not unsound else SharedReadEnds.PRE_REPLAY
+            hoistable = not self.backend.reads_live or self.runner.config.compat_unsound_fallback
+            resolved = SharedReadEnds.PRE_REPLAY if hoistable else SharedReadEnds.POST_REPLAY
             if not self._demotion_logged:
                 self._demotion_logged = True
                 log.warning("no read-done marker in programs: IN_REPLAY becomes %s", resolved.name)

@@ -100,9 +100,7 @@ def staging_rewritten_early(monkeypatch):
 def writes_not_awaited(monkeypatch):
     """The read-after-write side: a step does not wait for its row writes."""
     ticket = FenceChannel.ticket
-    monkeypatch.setattr(
-        FenceChannel, "ticket", lambda self, **fields: ticket(self, **{**fields, "write_done": 0})
-    )
+    monkeypatch.setattr(FenceChannel, "ticket", lambda self, **fields: ticket(self, **{**fields, "write_done": 0}))
     return {}
 
 
@@ -146,4 +144,3 @@ def test_mutant_is_caught(mutant, monkeypatch, tiny_model, right_tokens):
     finally:
         monkeypatch.undo()
         engine.close()
-

@@ -12,8 +12,8 @@ from jaxserve.attention.native import NativeBackend
 from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
 from jaxserve.barrier.native import native_module
 from jaxserve.core.forward_mode import ForwardMode
-from jaxserve.engine.llm import LLM
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.llm import LLM
 from jaxserve.models.config import ModelConfig
 from jaxserve.testing.scheduled_hlo import uses_after
 from jaxserve.testing.step_programs import aliased_outputs, compiled_text, copies_of_shape, prep_program, step_program

@@ -27,9 +27,7 @@ def step_runner(backend, *, has_marker: bool, unsound: bool = False) -> StepRunn
     runner = object.__new__(StepRunner)
     runner.backend = backend
     runner._demotion_logged = False
-    runner.runner = SimpleNamespace(
-        has_marker=has_marker, config=SimpleNamespace(compat_unsound_fallback=unsound)
-    )
+    runner.runner = SimpleNamespace(has_marker=has_marker, config=SimpleNamespace(compat_unsound_fallback=unsound))
     return runner
 
 
