@@ -14,7 +14,7 @@ import tiny
 import jaxserve
 from jaxserve.barrier.native import native_module, runtime_ffi_minor
 
-assert Path(sys.argv[1]) not in Path(jaxserve.__file__).parents, f"{jaxserve.__file__} is the checkout, not the package"
+assert Path(jaxserve.__file__).parents[1] != Path(sys.argv[1]), f"{jaxserve.__file__} is the checkout, not the package"
 twin = native_module("cpu")
 print(f"jax {jax.__version__}, FFI minor built {twin.ffi_api_minor}, offered {runtime_ffi_minor()}")
 print("handlers:", ", ".join(sorted(twin.handlers())))
