@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CapacityError, InvalidRequest
+from jaxserve.core.errors import CapacityError, InvalidRequest, JaxserveError
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -60,16 +60,19 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """Dispatches the next step, then collects and commits the one before it."""
+        deltas: list[OutputDelta] = []  # filled as outputs advance, so that a failure loses none of them
         try:
+            if self._in_flight is None and self.parts.rows.stream.error:
+                self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
             ahead = self._dispatch(self.scheduler.plan())
-            deltas = self._commit(self._in_flight, self._collect(self._in_flight))
+            self._commit(self._in_flight, self._collect(self._in_flight), deltas)
             self._in_flight = ahead
             if not self._overlap and ahead is not None:
-                deltas += self._commit(ahead, self._collect(ahead))
+                self._commit(ahead, self._collect(ahead), deltas)
                 self._in_flight = None
         except Exception as error:
             log.exception("step %d failed", self.scheduler.step_number)
-            return self._fail_running(error)
+            deltas += self._fail_running(error)
         return deltas
 
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> Launch | None:
@@ -82,27 +85,26 @@ class Engine:
     def _collect(self, launch: Launch | None) -> StepResult | None:
         return launch.collect() if launch is not None else None
 
-    def _commit(self, launch: Launch | None, result: StepResult | None) -> list[OutputDelta]:
+    def _commit(self, launch: Launch | None, result: StepResult | None, deltas: list[OutputDelta]) -> None:
         if launch is None or result is None:
-            return []
-        deltas = []
+            return
         for committed in self.scheduler.commit(launch, result):
             output = self._outputs[committed.sequence]
             deltas.append(output.push(committed))
             self.metrics.committed(committed.sequence)
             if output.finish_reason is not None:
                 self._finish(committed.sequence)
-        return deltas
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason
         assert reason is not None
-        self.scheduler.finish(sequence, reason)
-        self.metrics.finished(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
+        sequence.finish_reason = reason
+        self.metrics.finished(sequence)
+        self.scheduler.finish(sequence, reason)  # last: it writes rows, which may fail
 
     @property
     def has_work(self) -> bool:
@@ -125,11 +127,20 @@ class Engine:
         vocab, limit = self.model_config.vocab_size, self.context_length
         if not prompt_ids:
             raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt", code="empty_prompt")
-        wrong = [t for t in (*prompt_ids, *params.stop_token_ids) if isinstance(t, bool) or not 0 <= t < vocab]
-        if wrong:
+        for param, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
+            wrong = [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]
+            if wrong:
+                raise InvalidRequest(
+                    f"token ids of {param} must be integers in [0, {vocab - 1}], got {wrong[0]!r}",
+                    param=param, code="invalid_token",
+                )  # fmt: skip
+        most = self.config.max_running_requests + self.config.max_queued_requests
+        if params.n > most:
             raise InvalidRequest(
-                f"token id {wrong[0]} is outside the vocabulary of {vocab}", param="prompt", code="invalid_token"
-            )
+                f"n is {params.n}, but this server holds {most} sequences "
+                "(--max-running-requests + --max-queued-requests); ask for fewer",
+                param="n", code="too_many_outputs",
+            )  # fmt: skip
         length = len(prompt_ids)
         wanted = length + (1 if params.max_tokens is None else params.max_tokens)
         if wanted > limit:
@@ -157,11 +168,11 @@ class Engine:
         max_total = self.check(list(request.prompt_ids), request.params)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
-        limit = self.config.max_queued_requests
-        if len(self.scheduler.waiting) + request.params.n > limit + len(self.scheduler.free_slots):
+        if not self.has_room(request.params.n):
             raise CapacityError(
-                f"{len(self.scheduler.waiting)} sequences are waiting, the limit is {limit}; try again later", status=429
-            )
+                f"{len(self.scheduler.waiting)} sequences are waiting, the limit is {self.config.max_queued_requests} "
+                "(--max-queued-requests); try again later", status=429,
+            )  # fmt: skip
         self.metrics.accepted(request)
         sequences = []
         for index in range(request.params.n):
@@ -172,6 +183,11 @@ class Engine:
             sequences.append(sequence)
         self._requests[request.request_id] = sequences
 
+    def has_room(self, count: int) -> bool:
+        """Whether ``count`` more sequences may be queued now."""
+        room = self.config.max_queued_requests + len(self.scheduler.free_slots)
+        return len(self.scheduler.waiting) + count <= room
+
     def _seed(self, seed: int | None, index: int) -> int:
         if seed is None:
             return self._seeds.getrandbits(63)
@@ -180,10 +196,14 @@ class Engine:
 
     def abort(self, request_id: str) -> list[OutputDelta]:
         """Ends a request wherever it is; returns the last deltas of its outputs. Unknown ids are ignored."""
-        deltas = []
-        for sequence in list(self._requests.get(request_id, ())):
-            deltas.append(self._outputs[sequence].end("abort"))
-            self._finish(sequence)
+        deltas: list[OutputDelta] = []
+        try:
+            for sequence in list(self._requests.get(request_id, ())):
+                deltas.append(self._outputs[sequence].end("abort"))
+                self._finish(sequence)
+        except Exception as error:
+            log.exception("a row could not be cleared")
+            deltas += self._fail_running(error)
         return deltas
 
     def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None) -> list[int]:
@@ -206,13 +226,16 @@ class Engine:
         self._in_flight = None
         runner.channel.abandon_all()
         runner.shared_read_done_event = None
-        self.parts.rows.recover()
+        stream_error = self.parts.rows.recover()
         runner.reset_device_state()
         deltas = []
+        message = f"{type(error).__name__}: {error}"
+        if stream_error is not None:  # the cause; the step only met its consequence
+            message = f"row writes stopped: {stream_error} ({message})"
         lost = [s for s in self._outputs if s in self.scheduler.running or s.num_in_flight]
         for sequence in lost:
             sequence.num_in_flight = 0
-            deltas.append(self._outputs[sequence].end("error", error=f"{type(error).__name__}: {error}"))
+            deltas.append(self._outputs[sequence].end("error", error=message))
             self._finish(sequence)
         return deltas
 
@@ -231,10 +254,13 @@ class Engine:
             self.progress(f"compiling programs {done}/{total}: {label} ({seconds:.1f} s)")
 
         runner.warm_up(report)
-        budget = max(1, min(2, self.context_length - 1))
+        pool_tokens = self.scheduler.pool.num_usable * self.scheduler.pool.page_size
+        budget = max(1, min(2, self.context_length - 1, pool_tokens - 1))
         self.add(Request("warm-up", (0,), SamplingParams(max_tokens=budget, temperature=0.0, ignore_eos=True)))
         while self.has_work:
-            self.step()
+            for delta in self.step():
+                if delta.error is not None:
+                    raise JaxserveError(f"the warm-up step failed: {delta.error}")
         self.metrics.reset()
         self.progress(f"ready after {time.monotonic() - start:.1f} s of warm-up")
 

@@ -15,7 +15,9 @@ from jaxserve.runner.batch import StepBatch
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
-LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
+LATENCY_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
+)  # fmt: skip
 
 
 class EngineMetrics:
@@ -33,7 +35,6 @@ class EngineMetrics:
         """Starts all counts at zero (after warm-up)."""
         self.registry = CollectorRegistry()
         self._model = {"model_name": self._engine.model_name}
-        self._first_token: dict[Sequence, float] = {}
         self._last_token: dict[Sequence, float] = {}
         scheduler, rows = self._engine.scheduler, self._engine.parts.rows
         pool = scheduler.pool

@@ -27,7 +27,7 @@ class OutputBuilder:
         self._text = IncrementalDetokenizer(
             tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output
         )
-        # A stop id is part of the output's ids. Its text shows only if it is visible and asked for, as stop strings are.
+        # A stop id is part of the output's ids. Its text shows only if asked for, as that of stop strings does.
         self._show_stop_id = params.include_stop_str_in_output or not params.skip_special_tokens
 
     def push(self, committed: Committed) -> OutputDelta:
@@ -36,7 +36,9 @@ class OutputBuilder:
         token = committed.token_id
         if not committed.finite:
             return self.end("error", error="the model produced logits that are not numbers for this request")
-        text, stop_reason, reason = "", None, None
+        text = ""
+        stop_reason: int | str | None = None
+        reason: FinishReason | None = None
         if token in self._stop_ids:
             reason = "stop"
             stop_reason = token if token in self._explicit_stop_ids else None
@@ -59,6 +61,5 @@ class OutputBuilder:
     def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """The last delta of an output that ends without a token: aborted or failed."""
         self.finish_reason = reason
-        return OutputDelta(
-            self.sequence.request.request_id, self.sequence.index, self._text.finish(), finish_reason=reason, error=error
-        )
+        request_id, index = self.sequence.request.request_id, self.sequence.index
+        return OutputDelta(request_id, index, self._text.finish(), finish_reason=reason, error=error)

@@ -77,11 +77,11 @@ class Scheduler:
         ahead of every write issued from here on, and the pool is passed from step to step."""
         if sequence.slot is None:
             return
-        self.rows.clear_slot(sequence.slot, len(sequence.page_ids))
-        self.free_slots.append(sequence.slot)
-        self.pool.free(sequence.page_ids)
-        sequence.slot = None
-        sequence.page_ids = []
+        slot, page_ids = sequence.slot, sequence.page_ids
+        sequence.slot, sequence.page_ids = None, []
+        self.free_slots.append(slot)
+        self.pool.free(page_ids)
+        self.rows.clear_slot(slot, len(page_ids))  # last: a failed write must not lose the slot or the pages
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Scheduler:
         return [s for s in self.running if not s.prefilling and not s.fully_planned]
 
     def _admit(self) -> None:
-        """Moves waiting sequences to running, first come first served, while a slot and their prompt's pages are free."""
+        """Moves waiting sequences to running, first come first served, while a slot and the prompt's pages are free."""
         while self.waiting and self.free_slots:
             sequence = self.waiting[0]
             if sequence.num_in_flight:  # preempted a moment ago; its last token is still to be committed
@@ -162,8 +162,9 @@ class Scheduler:
             pages = self.pool.allocate(1)
             if pages is not None:
                 assert sequence.slot is not None
-                self.rows.set_pages(sequence.slot, len(sequence.page_ids), pages)
-                sequence.page_ids += pages
+                first = len(sequence.page_ids)
+                sequence.page_ids += pages  # before the write, which may fail: an owner knows its pages
+                self.rows.set_pages(sequence.slot, first, pages)
             else:
                 self._preempt(next(s for s in reversed(self.running) if s.slot is not None))
         return False
@@ -175,8 +176,8 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._release(sequence)
         self.waiting.appendleft(sequence)
+        self._release(sequence)
 
     # -- launching and committing ------------------------------------------------------------------------------------
 
@@ -224,6 +225,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises JaxserveError if slots or pages were lost or doubled."""
         self.pool.check_integrity()
+        owned = sum(len(s.page_ids) for s in (*self.running, *self.waiting))
+        if owned != self.pool.num_usable - self.pool.num_free:
+            raise JaxserveError(
+                f"pages are lost: {self.pool.num_usable - self.pool.num_free} in use, sequences own {owned}"
+            )
         held = [s.slot for s in self.running if s.slot is not None]
         slots = sorted(held + self.free_slots)
         if slots != list(range(self.rows.layout.num_slots)):
