@@ -25,12 +25,13 @@ class OutputStream:
     """The deltas of one request, in order. Ending it early (``aclose``, or losing it) aborts the request."""
 
     def __init__(self, engine: AsyncEngine, request: Request):
+        self._closed = True  # nothing to abort until the request is the engine's
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
         self._open_outputs = request.params.n
-        self._closed = False
         self.request_id = request.request_id
+        self._closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -51,6 +52,10 @@ class OutputStream:
             raise item
         return item
 
+    def discard(self) -> None:
+        """Ends the iteration of a request that was not accepted."""
+        self._closed = True
+
     async def aclose(self) -> None:
         """Ends the iteration and aborts what is unfinished."""
         self.close()
@@ -60,17 +65,19 @@ class OutputStream:
         if not self._closed:
             self._closed = True
             if self._open_outputs > 0:
-                self._engine.abort(self.request_id)
+                self._engine.abort_stream(self)
 
     def __del__(self) -> None:
         self.close()
 
-    def put_from_thread(self, items: list[OutputDelta | Exception | None]) -> None:
-        """Hands items over from the step thread."""
+    def put_from_thread(self, items: list[OutputDelta | Exception | None]) -> bool:
+        """Hands items over from the step thread. False if the event loop has closed, and with it the client's end."""
         try:
             self._loop.call_soon_threadsafe(self._put, items)
-        except RuntimeError:  # the loop has closed: its client is gone
+        except RuntimeError:
             self._closed = True
+            return False
+        return True
 
     def _put(self, items: list[OutputDelta | Exception | None]) -> None:
         for item in items:
@@ -92,7 +99,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, OutputStream] = {}  # touched by the step thread only
+        self._streams: dict[str, OutputStream] = {}  # by request id, from acceptance to the end; changed under _lock
         self._num_open = 0  # sequences accepted and not ended; guarded by _lock
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
@@ -166,15 +173,33 @@ class AsyncEngine:
         Raises:
             InvalidRequest, CapacityError, EngineDead: at once, before anything is queued.
         """
+        self._check_open()
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._engine.check(ids, params)
+        request = Request(request_id or f"req-{next(self._ids)}", tuple(ids), params, text)
+        stream = OutputStream(self, request)
+        try:
+            self._accept(request, stream)
+        except BaseException:
+            stream.discard()
+            raise
+        self._commands.put(lambda: self._add(request, stream))
+        return stream
+
+    def _check_open(self) -> None:
         if self._dead is not None:
             raise EngineDead(f"the engine has stopped: {self._dead}; restart the server")
         if self._draining:
             raise CapacityError("the server is shutting down; try another one", retry_after_s=10)
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._engine.check(ids, params)
-        config = self.config
+
+    def _accept(self, request: Request, stream: OutputStream) -> None:
+        """Registers a stream. From here on its end is owed to it, whatever becomes of the step thread."""
+        config, params = self.config, request.params
         with self._lock:
+            self._check_open()  # again: it may have died since
+            if request.request_id in self._streams:
+                raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
             limit = config.max_queued_requests + config.max_running_requests
             if self._num_open + params.n > limit:
                 raise CapacityError(
@@ -183,31 +208,39 @@ class AsyncEngine:
                     status=429,
                 )
             self._num_open += params.n
-        request = Request(request_id or f"req-{next(self._ids)}", tuple(ids), params, text)
-        stream = OutputStream(self, request)
-        self._commands.put(lambda: self._add(request, stream))
-        return stream
+            self._streams[request.request_id] = stream
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request; its iterator ends after deltas with finish reason ``abort``. False if it is not known (now)."""
-        known = request_id in self._streams
-        self._commands.put(lambda: self._deliver(self._engine.abort(request_id)))
-        return known
+        """Ends a request; its iterator ends after deltas with finish reason ``abort``. False if it is not known."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return False
+        self.abort_stream(stream)
+        return True
+
+    def abort_stream(self, stream: OutputStream) -> None:
+        """Ends the request of one stream, and no later one that was given the same id. Takes no lock: the garbage
+        collector may call it anywhere."""
+        self._commands.put(lambda: self._abort(stream))
 
     # -- the step thread ---------------------------------------------------------------------------------------------
 
     def _add(self, request: Request, stream: OutputStream) -> None:
         try:
             self._engine.add(request)
-        except (InvalidRequest, CapacityError) as error:  # only a doubled id gets here; the rest was checked
-            self._ended(request.params.n)
+        except (InvalidRequest, CapacityError) as error:  # all was checked before; but it must not end the thread
+            self._ended(request.params.n, request.request_id)
             stream.put_from_thread([error])
-        else:
-            self._streams[request.request_id] = stream
 
-    def _ended(self, count: int) -> None:
+    def _abort(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            self._deliver(self._engine.abort(stream.request_id))
+
+    def _ended(self, count: int, request_id: str) -> None:
         with self._lock:
             self._num_open -= count
+            if request_id not in self._engine.open_requests:
+                del self._streams[request_id]
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         by_request: dict[str, list[OutputDelta | Exception | None]] = {}
@@ -215,11 +248,11 @@ class AsyncEngine:
             by_request.setdefault(delta.request_id, []).append(delta)
         for request_id, items in by_request.items():
             finished = sum(1 for d in items if isinstance(d, OutputDelta) and d.finish_reason is not None)
+            stream = self._streams[request_id]
             if finished:
-                self._ended(finished)
-            self._streams[request_id].put_from_thread(items)
-            if request_id not in self._engine.open_requests:
-                del self._streams[request_id]
+                self._ended(finished, request_id)
+            if not stream.put_from_thread(items):
+                self._abort(stream)
 
     def _run(self) -> None:
         try:
@@ -238,12 +271,21 @@ class AsyncEngine:
                     self._deliver(self._engine.step())
         except BaseException as error:
             log.exception("the step loop stopped")
-            self._dead = f"{type(error).__name__}: {error}"
-            for stream in self._streams.values():
-                stream.put_from_thread([EngineDead(f"the engine has stopped: {self._dead}")])
-            self._streams.clear()
+            self._end_all(f"{type(error).__name__}: {error}")
         finally:
+            self._end_all(None)  # what was accepted after the last command
             self._engine.close()
+
+    def _end_all(self, failure: str | None) -> None:
+        """Ends every stream there still is with EngineDead; ``failure`` None means that the engine was told to stop."""
+        with self._lock:
+            self._dead = self._dead or failure
+            self._draining = True
+            streams = list(self._streams.values())
+            self._streams.clear()
+            self._num_open = 0
+        for stream in streams:
+            stream.put_from_thread([EngineDead(f"the engine has stopped: {failure or 'it was shut down'}")])
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -254,7 +296,8 @@ class AsyncEngine:
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Refuses new requests, lets running ones finish for ``drain_s`` seconds, aborts the rest, ends the thread."""
-        self._draining = True
+        with self._lock:
+            self._draining = True
         deadline = asyncio.get_running_loop().time() + drain_s
         while self._streams and asyncio.get_running_loop().time() < deadline and self._thread.is_alive():
             await asyncio.sleep(0.02)
@@ -264,5 +307,5 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join, 2.0)
 
     def _abort_all(self) -> None:
-        for request_id in list(self._streams):
-            self._deliver(self._engine.abort(request_id))
+        for stream in list(self._streams.values()):
+            self._abort(stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from rig import Collected, add, check_alive, check_idle, generate, greedy, make_engine, prompt_of, run
+from rig import Collected, add, check_alive, generate, greedy, make_engine, prompt_of, run
 
 from jaxserve.barrier.native import native_module
 from jaxserve.core.errors import JaxserveError
