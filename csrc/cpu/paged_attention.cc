@@ -6,27 +6,22 @@
 // merged with the running-maximum form of softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
 // 2018).
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <cstring>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "cpu/isa.h"
 #include "cpu/lanes.h"
+#include "cpu/parallel.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
-// The kernel is compiled once per instruction set and chosen when it first runs: the extension may be built on one
-// machine and used on another. (The compiler's own multiversioning asks for the CPU model instead of its features, and
-// gives other vendors' processors the slowest version.)
 namespace jaxserve::cpu {
 namespace {
 
-constexpr int64_t kChunk = 256;                 // context positions per task
+constexpr int64_t kChunk = 256;             // context positions per task
 constexpr int64_t kWorthAThread = 1'000'000;  // multiplications below which one thread does it all
 
 struct Problem {
@@ -165,6 +160,7 @@ JAXSERVE_INLINE void attend_chunk_any(const Problem& p, int64_t b, int64_t kv, i
 
 using AttendChunk = void (*)(const Problem&, int64_t, int64_t, int64_t, int64_t, Partial*, float*);
 
+// One copy of the kernel for each instruction set.
 #define JAXSERVE_DEFINE_ATTEND(name, attributes)                                                                \
   attributes void name(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end, Partial* partials,  \
                        float* values) {                                                                         \
@@ -172,62 +168,25 @@ using AttendChunk = void (*)(const Problem&, int64_t, int64_t, int64_t, int64_t,
   }
 
 JAXSERVE_DEFINE_ATTEND(attend_chunk_portable, )
-
 #if defined(__x86_64__)
-JAXSERVE_DEFINE_ATTEND(attend_chunk_avx2, __attribute__((target("avx2,fma"))))
-JAXSERVE_DEFINE_ATTEND(attend_chunk_avx512, __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw,avx2,fma"))))
-
-AttendChunk choose_attend_chunk() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512bw")) {
-    return attend_chunk_avx512;
-  }
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? attend_chunk_avx2 : attend_chunk_portable;
-}
-#else
-AttendChunk choose_attend_chunk() { return attend_chunk_portable; }
+JAXSERVE_DEFINE_ATTEND(attend_chunk_avx2, JAXSERVE_AVX2)
+JAXSERVE_DEFINE_ATTEND(attend_chunk_avx512, JAXSERVE_AVX512)
 #endif
 
-const AttendChunk attend_chunk = choose_attend_chunk();
+AttendChunk choose_attend_chunk() {
+#if defined(__x86_64__)
+  switch (detect_isa()) {
+    case Isa::kAvx512: return attend_chunk_avx512;
+    case Isa::kAvx2: return attend_chunk_avx2;
+    case Isa::kPortable: break;
+  }
+#endif
+  return attend_chunk_portable;
+}
 
 struct Task {
   int64_t b, kv, begin, end;
   int64_t first_row;  // index of its first row in the partial results
-};
-
-// Tasks are taken from one counter by the caller and by pool threads. The caller never waits for a task nobody has
-// started, so a busy pool cannot stall it.
-struct TaskBoard {
-  explicit TaskBoard(std::vector<Task> tasks) : tasks(std::move(tasks)) {}
-
-  void work(const Problem& p, std::vector<Partial>& partials, std::vector<float>& values) {
-    while (true) {
-      const std::size_t index = next.fetch_add(1);
-      if (index >= tasks.size()) return;
-      const Task& task = tasks[index];
-      attend_chunk(p, task.b, task.kv, task.begin, task.end, partials.data() + task.first_row,
-                   values.data() + task.first_row * p.dim);
-      if (finished.fetch_add(1) + 1 == tasks.size()) {
-        std::lock_guard<std::mutex> lock(mutex);
-        all_finished.notify_all();
-      }
-    }
-  }
-
-  const std::vector<Task> tasks;
-  std::atomic<std::size_t> next{0};
-  std::atomic<std::size_t> finished{0};
-  std::mutex mutex;
-  std::condition_variable all_finished;
-};
-
-struct Run {
-  Run(Problem problem, std::vector<Task> tasks, int64_t num_rows)
-      : problem(problem), board(std::move(tasks)), partials(num_rows), values(num_rows * problem.dim) {}
-  Problem problem;
-  TaskBoard board;
-  std::vector<Partial> partials;
-  std::vector<float> values;
 };
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
@@ -292,37 +251,34 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
     }
   }
 
-  auto run = std::make_shared<Run>(p, std::move(tasks), num_rows);
-  TaskBoard& board = run->board;
+  static const AttendChunk attend_chunk = choose_attend_chunk();
+  std::vector<Partial> partials(num_rows);
+  std::vector<float> values(num_rows * p.dim);
+  const auto attend = [&](int64_t index) {
+    const Task& task = tasks[index];
+    attend_chunk(p, task.b, task.kv, task.begin, task.end, partials.data() + task.first_row,
+                 values.data() + task.first_row * p.dim);
+  };
   // Waking a thread costs as much as a small problem does.
-  const int64_t threads = multiplications < kWorthAThread ? 1 : std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t helpers = std::min<int64_t>(threads, static_cast<int64_t>(board.tasks.size())) - 1;
-  for (int64_t i = 0; i < helpers; ++i) {
-    // The run is shared: a helper that starts after we returned finds no task and only drops its reference.
-    pool.Schedule([run] { run->board.work(run->problem, run->partials, run->values); });
-  }
-  board.work(run->problem, run->partials, run->values);
-  if (board.finished.load() != board.tasks.size()) {
-    std::unique_lock<std::mutex> lock(board.mutex);
-    board.all_finished.wait(lock, [&] { return board.finished.load() == board.tasks.size(); });
-  }
+  const int64_t threads = multiplications < kWorthAThread ? 1 : pool.num_threads();
+  run_tasks(pool, static_cast<int64_t>(tasks.size()), threads, attend);
 
   const int64_t group = p.heads / p.kv_heads;
   std::vector<float> merged(p.dim);
   std::size_t index = 0;
-  while (index < board.tasks.size()) {
+  while (index < tasks.size()) {
     std::size_t last = index + 1;  // tasks of one (sequence, KV head) are neighbours
-    while (last < board.tasks.size() && board.tasks[last].b == board.tasks[index].b &&
-           board.tasks[last].kv == board.tasks[index].kv) {
+    while (last < tasks.size() && tasks[last].b == tasks[index].b &&
+           tasks[last].kv == tasks[index].kv) {
       ++last;
     }
-    const Task& first = board.tasks[index];
+    const Task& first = tasks[index];
     for (int64_t row = 0; row < rows_per_head; ++row) {
       Partial total;
       std::fill(merged.begin(), merged.end(), 0.0f);
       for (std::size_t t = index; t < last; ++t) {
-        const int64_t r = board.tasks[t].first_row + row;
-        merge(total, merged.data(), run->partials[r], run->values.data() + r * p.dim, p.dim);
+        const int64_t r = tasks[t].first_row + row;
+        merge(total, merged.data(), partials[r], values.data() + r * p.dim, p.dim);
       }
       const int64_t query = row / group;
       float* target = p.out + ((first.b * p.queries + query) * p.heads + first.kv * group + row % group) * p.dim;

@@ -1,0 +1,50 @@
+// Runs the tasks of one handler call on the calling thread and on XLA's pool.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxserve::cpu {
+
+// Calls work(task) once for each task in [0, num_tasks). Tasks are taken from one counter by the caller and by up to
+// num_threads - 1 pool threads. The caller never waits for a task nobody has started, so a busy pool cannot stall it;
+// a pool thread that comes late finds no task, and touches nothing but the shared state.
+template <typename Work>
+void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_threads, const Work& work) {
+  num_threads = std::min(num_threads, num_tasks);
+  if (num_threads <= 1) {
+    for (int64_t task = 0; task < num_tasks; ++task) work(task);
+    return;
+  }
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> finished{0};
+    std::mutex mutex;
+    std::condition_variable all_finished;
+  };
+  auto state = std::make_shared<State>();
+  const Work* shared_work = &work;  // alive while a task is unfinished, and not called otherwise
+  const auto take_tasks = [state, shared_work, num_tasks] {
+    while (true) {
+      const int64_t task = state->next.fetch_add(1);
+      if (task >= num_tasks) return;
+      (*shared_work)(task);
+      if (state->finished.fetch_add(1) + 1 == num_tasks) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        state->all_finished.notify_all();
+      }
+    }
+  };
+  for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([take_tasks] { take_tasks(); });
+  take_tasks();
+  std::unique_lock<std::mutex> lock(state->mutex);
+  state->all_finished.wait(lock, [&] { return state->finished.load() == num_tasks; });
+}
+
+}  // namespace jaxserve::cpu
