@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
 import numpy as np
 
-from jaxserve.barrier.native import native_module
+from jaxserve.barrier.native import ffi_platform, native_module
 from jaxserve.barrier.tickets import RING_SLOTS, Event, launch_ticket, make_ring, reserve
 
 
@@ -23,6 +28,8 @@ class FenceChannel:
         self.read_done = make_ring(native, f"{name}.read_done")
         self.step_done = make_ring(native, f"{name}.step_done")
         self.number = native.open_channel(write_done, self.read_done, self.step_done, timeout_s)
+        # On a GPU the operand lies where handlers cannot read it, so one that never changes is enough.
+        self._device_ticket = None if ffi_platform(platform) == "cpu" else jax.device_put(launch_ticket())
 
     def reserve_read_done(self) -> Event:
         """The record of the next launch's read end."""
@@ -43,6 +50,18 @@ class FenceChannel:
             step_done=step_done.generation if step_done else 0,
             step_number=step_number,
         )
+
+    @contextlib.contextmanager
+    def dispatching(self, ticket: np.ndarray) -> Iterator[Any]:
+        """Yields the ticket operand for the program dispatched inside; tells handlers on a GPU which launch that is."""
+        if self._device_ticket is None:
+            yield ticket
+            return
+        self._native.set_current_launch(ticket)
+        try:
+            yield self._device_ticket
+        finally:
+            self._native.set_current_launch(launch_ticket())
 
     def abandon_all(self) -> None:
         """Gives up every record still owed, after a failed execution: nobody may wait for it any more."""

@@ -139,10 +139,11 @@ class StepRunner:
                 step_done=step_done,
                 step_number=batch.step_number,
             )
-            out = self.steps.call(
-                self._key(shape, source),
-                runner.model.leaves, runner.pool, runner.relay, ticket, runner.rows.arrays(), inputs, private,
-            )  # fmt: skip
+            key, tables = self._key(shape, source), runner.rows.arrays()
+            with runner.channel.dispatching(ticket) as operand:
+                out = self.steps.call(
+                    key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private
+                )
         except BaseException:
             # Nobody may wait for records that will never come, nor meet this phase's event.
             runner.shared_read_done_event = None
@@ -165,7 +166,8 @@ class StepRunner:
         ticket = runner.channel.ticket(
             write_done=write_done, marker=read_done, end=None, step_done=None, step_number=batch.step_number
         )
-        private = self.preps.call(self._prep_key(shape), ticket, runner.rows.arrays(), inputs)
+        with runner.channel.dispatching(ticket) as operand:
+            private = self.preps.call(self._prep_key(shape), operand, runner.rows.arrays(), inputs)
         if not runner.has_marker:
             jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
         return private
