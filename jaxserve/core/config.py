@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,10 @@ from jaxserve.core.errors import ConfigError
 
 MIB = 1 << 20
 SharedUpdates = Literal["shared", "upload", "functional"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass
@@ -79,11 +84,13 @@ class EngineConfig:
         self._check_range("page_size", 1, 64)
         for name in ("max_running_requests", "chunked_prefill_size", "max_queued_requests"):
             self._check_range(name, 1, None)
-        for name in ("num_pages", "context_length"):
+        for name, low in (("num_pages", 1), ("context_length", 2)):  # a prompt token and one to answer with
             if getattr(self, name) is not None:
-                self._check_range(name, 1, None)
-        if not 0.0 < self.mem_fraction_static <= 1.0:
-            raise ConfigError(f"--mem-fraction-static must be in (0, 1], got {self.mem_fraction_static}")
+                self._check_range(name, low, None)
+        if not _is_number(self.mem_fraction_static) or not 0.0 < self.mem_fraction_static <= 1.0:
+            raise ConfigError(f"--mem-fraction-static must be a number in (0, 1], got {self.mem_fraction_static!r}")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"--seed must be an integer, got {self.seed!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.load_format not in ("auto", "dummy"):
@@ -93,11 +100,15 @@ class EngineConfig:
         for name in ("prefill_token_buckets", "decode_batch_buckets"):
             buckets = getattr(self, name)
             if buckets is not None:
-                if not buckets or any(not isinstance(b, int) or b < 1 for b in buckets):
+                if (
+                    not isinstance(buckets, (tuple, list))
+                    or not buckets
+                    or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in buckets)
+                ):
                     raise ConfigError(f"{name} must be positive integers, got {buckets!r}")
                 setattr(self, name, tuple(sorted(set(buckets))))
-        if self.fence_timeout_s <= 0:
-            raise ConfigError(f"fence_timeout_s must be > 0, got {self.fence_timeout_s}")
+        if not _is_number(self.fence_timeout_s) or self.fence_timeout_s <= 0:
+            raise ConfigError(f"fence_timeout_s must be a number > 0, got {self.fence_timeout_s!r}")
         if not self.allow_unsafe:
             for name in ("disable_war_barrier", "compat_unsound_fallback"):
                 if getattr(self, name):

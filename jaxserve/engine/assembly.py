@@ -78,6 +78,8 @@ def available_memory_bytes(platform: str) -> int:
 def _num_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int) -> int:
     """Pages of the pool, the null page included: as configured, or what the context, slots and memory call for."""
     if config.num_pages is not None:
+        if config.num_pages * config.page_size < 2:
+            raise ConfigError(f"--num-pages {config.num_pages} of 1 token holds no prompt and output; raise it")
         num_pages = config.num_pages + 1
         if kv.bytes_per_page * num_pages > free_bytes:
             raise ConfigError(
@@ -97,7 +99,9 @@ def _num_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_byt
     return min(wanted, affordable)
 
 
-def assemble(config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]) -> EngineParts:
+def assemble(
+    config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]
+) -> EngineParts:
     """Loads the model and builds everything around it; compiles nothing yet.
 
     Raises:
