@@ -72,7 +72,7 @@ class OutputDelta:
 
 @dataclass
 class CompletionOutput:
-    """One finished (or growing) output: text, token ids, logprobs and why it ended."""
+    """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure."""
 
     index: int
     text: str = ""
@@ -80,6 +80,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -90,6 +91,7 @@ class CompletionOutput:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
+            self.error = delta.error
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 
 Prompt: TypeAlias = str | Sequence[int] | dict[str, Any]
+Encoded: TypeAlias = tuple[str | None, list[int]]  # the text, if there was one, and its ids
 
 
 class LLM:
@@ -36,8 +39,9 @@ class LLM:
     def __init__(self, model: str = "default", *, verbose: bool = False, **engine_settings: Any):
         config = EngineConfig(model=model, **engine_settings)
         self.engine = Engine(config, print if verbose else lambda message: None)
-        self._lock = threading.Lock()  # the engine is stepped by whoever calls; two threads must not do it at once
+        self._lock = threading.Lock()  # the engine is stepped by whoever waits; two threads must not do it at once
         self._ids = itertools.count()
+        self._inboxes: dict[str, list[OutputDelta]] = {}  # deltas by request, whoever's step made them
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:  # fmt: skip
@@ -45,29 +49,32 @@ class LLM:
 
         Args:
             prompts: strings, token-id lists, or ``{"prompt": str}`` / ``{"prompt_token_ids": [...]}``; or one of them.
-            params: one for all, or one per prompt. Default: ``SamplingParams()``.
+            params: one for all, or one per prompt. Default: ``SamplingParams()`` with ``max_tokens`` lowered to the
+                room left in the context; parameters that are given are never changed, and refused if they do not fit.
 
         Raises:
             InvalidRequest: a prompt or parameter that cannot be served; nothing was generated then.
         """
-        batch = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
-        encoded = [self._encode(prompt) for prompt in batch]  # type: ignore[arg-type]
-        return self._run(encoded, self._params_for(len(encoded), params))
+        if not isinstance(prompts, (str, dict, list, tuple)):
+            raise InvalidRequest(f"prompts must be a prompt or a list of them, got {prompts!r}", param="prompt")
+        batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
+        encoded = [self._encode(prompt) for prompt in batch]
+        return self._run(encoded, self._params_for(encoded, params))
 
     def chat(self, messages: Sequence[dict] | Sequence[Sequence[dict]],
              params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:  # fmt: skip
         """Answers one conversation, or several, by the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        encoded = [(None, self.engine.encode_chat(list(c))) for c in conversations]  # type: ignore[arg-type]
-        return self._run(encoded, self._params_for(len(encoded), params))
+        encoded: list[Encoded] = [(None, self.engine.encode_chat(list(c))) for c in conversations]  # type: ignore
+        return self._run(encoded, self._params_for(encoded, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Yields deltas of one prompt's outputs as they arrive. Closing the iterator aborts the request."""
-        return self._stream(*self._encode(prompt), params or SamplingParams())
+        return self._stream(self._encode(prompt), params)
 
     def chat_stream(self, messages: Sequence[dict], params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """As ``stream``, for a conversation."""
-        return self._stream(None, self.engine.encode_chat(list(messages)), params or SamplingParams())
+        return self._stream((None, self.engine.encode_chat(list(messages))), params)
 
     def close(self) -> None:
         """Frees the engine."""
@@ -81,64 +88,127 @@ class LLM:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Any) -> Encoded:
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
             if "prompt" in prompt:
                 return self._encode(prompt["prompt"])
             raise InvalidRequest("a prompt dict needs 'prompt' or 'prompt_token_ids'", param="prompt")
         if isinstance(prompt, str):
             return prompt, self.engine.tokenizer.encode(prompt)
-        if not all(isinstance(token, int) for token in prompt):
-            raise InvalidRequest("a prompt must be a string or a list of token ids", param="prompt")
-        return None, list(prompt)
+        return None, _token_ids(prompt)
 
-    def _params_for(self, count: int, params: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
-        if len(params) != count:
-            raise InvalidRequest(f"got {len(params)} SamplingParams for {count} prompts; send one, or one per prompt")
+    def _params_for(
+        self, encoded: list[Encoded], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [self._default_params(ids) for _, ids in encoded]
+        if isinstance(params, SamplingParams):
+            return [params] * len(encoded)
+        if not isinstance(params, (list, tuple)) or not all(isinstance(each, SamplingParams) for each in params):
+            raise InvalidRequest(f"params must be SamplingParams or a list of them, got {params!r}")
+        if len(params) != len(encoded):
+            raise InvalidRequest(
+                f"got {len(params)} SamplingParams for {len(encoded)} prompts; send one, or one per prompt"
+            )
         return list(params)
 
-    def _run(self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _default_params(self, ids: list[int]) -> SamplingParams:
+        default = SamplingParams()
+        assert default.max_tokens is not None
+        room = self.engine.context_length - len(ids)
+        return dataclasses.replace(default, max_tokens=max(1, min(default.max_tokens, room)))
+
+    def _open(self, encoded: Encoded, params: SamplingParams) -> Request:
+        prompt, ids = encoded
+        return Request(f"llm-{next(self._ids)}", tuple(ids), params, prompt)
+
+    def _start(self, request: Request) -> bool:
+        """Queues a request; False if there is no room for it now."""
+        with self._lock:
+            if not self.engine.has_room(request.params.n):
+                return False
+            self.engine.add(request)
+            self._inboxes[request.request_id] = []
+        return True
+
+    def _drop(self, request_id: str) -> None:
+        """Forgets a request, and aborts it if it is not finished. The last one leaves the engine idle."""
+        with self._lock:
+            self._inboxes.pop(request_id, None)
+            self.engine.abort(request_id)
+            while not self._inboxes and self.engine.has_work:
+                self.engine.step()
+
+    def _step(self) -> None:
+        """One step of the engine for everybody who waits."""
+        with self._lock:
+            for delta in self.engine.step():
+                if delta.request_id in self._inboxes:
+                    self._inboxes[delta.request_id].append(delta)
+
+    def _take(self, request_id: str) -> list[OutputDelta]:
+        with self._lock:
+            taken, self._inboxes[request_id] = self._inboxes[request_id], []
+        return taken
+
+    def _run(self, encoded: list[Encoded], params: list[SamplingParams]) -> list[RequestOutput]:
         for (_, ids), each in zip(encoded, params, strict=True):
             self.engine.check(ids, each)  # all are checked before any is started
-        outputs: dict[str, RequestOutput] = {}
-        waiting = []
-        for (prompt, ids), each in zip(encoded, params, strict=True):
-            request = Request(f"llm-{next(self._ids)}", tuple(ids), each, prompt)
-            completions = [CompletionOutput(i, logprobs=None if each.logprobs is None else []) for i in range(each.n)]
-            outputs[request.request_id] = RequestOutput(request.request_id, prompt, ids, completions)
-            waiting.append(request)
-        with self._lock:
-            waiting.reverse()
-            while waiting or self.engine.has_work:
+        requests = [self._open(*pair) for pair in zip(encoded, params, strict=True)]
+        outputs = {request.request_id: _empty_output(request) for request in requests}
+        unstarted, unfinished = collections.deque(requests), set[str]()
+        try:
+            while unstarted or unfinished:
                 # Fed as room appears, so that a list longer than the queue limit is no error here.
-                while waiting and len(self.engine.scheduler.waiting) < self.engine.config.max_running_requests:
-                    self.engine.add(waiting.pop())
-                for delta in self.engine.step():
-                    outputs[delta.request_id].outputs[delta.index].append(delta)
-        for output in outputs.values():
-            output.finished = True
+                while unstarted and self._start(unstarted[0]):
+                    unfinished.add(unstarted.popleft().request_id)
+                self._step()
+                for request_id in list(unfinished):
+                    output = outputs[request_id]
+                    for delta in self._take(request_id):
+                        output.outputs[delta.index].append(delta)
+                    output.finished = all(each.finish_reason is not None for each in output.outputs)
+                    if output.finished:
+                        unfinished.remove(request_id)
+                        self._drop(request_id)
+        finally:
+            for request_id in unfinished:
+                self._drop(request_id)
         return list(outputs.values())
 
-    def _stream(self, prompt: str | None, ids: list[int], params: SamplingParams) -> Iterator[OutputDelta]:
-        request = Request(f"llm-{next(self._ids)}", tuple(ids), params, prompt)
-        self.engine.check(ids, params)
+    def _stream(self, encoded: Encoded, params: SamplingParams | None) -> Iterator[OutputDelta]:
+        request = self._open(encoded, self._params_for([encoded], params)[0])
+        self.engine.check(encoded[1], request.params)
 
         def deltas() -> Iterator[OutputDelta]:
-            with self._lock:
-                self.engine.add(request)
-                try:
-                    while self.engine.has_work:
-                        yield from self.engine.step()
-                finally:
-                    self.engine.abort(request.request_id)
-                    while self.engine.has_work:
-                        self.engine.step()
+            while not self._start(request):
+                self._step()
+            num_open = request.params.n
+            try:
+                while num_open:
+                    for delta in self._take(request.request_id):
+                        num_open -= delta.finish_reason is not None
+                        yield delta
+                    if num_open:
+                        self._step()
+            finally:
+                self._drop(request.request_id)
 
         return deltas()
+
+
+def _empty_output(request: Request) -> RequestOutput:
+    params = request.params
+    completions = [CompletionOutput(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
+    return RequestOutput(request.request_id, request.prompt, list(request.prompt_ids), completions)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    if not isinstance(prompt, (list, tuple)) or not all(isinstance(token, int) for token in prompt):
+        raise InvalidRequest(f"a prompt must be a string or a list of token ids, got {prompt!r}", param="prompt")
+    return list(prompt)
 
 
 def _is_single(prompts: Any) -> bool:
