@@ -97,15 +97,20 @@ def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.argmax(logits + gumbel, -1).astype(jnp.int32)
 
 
-def sample(logits: jax.Array, floats: jax.Array, ints: jax.Array, positions: jax.Array) -> Sampled:
+def sample(
+    logits: jax.Array, floats: jax.Array, ints: jax.Array, positions: jax.Array, num_ids: int | None = None
+) -> Sampled:
     """Chooses a token per row.
 
     Args:
         logits: float32[R, V].
         floats, ints: sampling rows [R, 4].
         positions: int32[R], position each chosen token will have.
+        num_ids: ids the tokenizer knows. Rows of the vocabulary behind them are padding, and count as impossible.
     """
     rows, vocab = logits.shape
+    if num_ids is not None and num_ids < vocab:
+        logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     random = floats[:, TEMPERATURE] > 0
 

@@ -191,6 +191,20 @@ def test_minus_infinity_is_a_value(engines, tmp_path):
     assert result.finite.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_without_a_token_are_impossible(temperature):
+    from jaxserve.runner.sampler import sample
+
+    logits = np.zeros((64, 32), np.float32)
+    logits[:, 30:] = [9.0, np.nan]
+    floats = np.tile(np.array([temperature, 1.0, 0.0, 0], np.float32), (64, 1))
+    ints = np.tile(np.array([0, 5, 0, 1], np.int32), (64, 1))
+    result = sample(jnp.asarray(logits), jnp.asarray(floats), jnp.asarray(ints), jnp.arange(64), num_ids=30)
+    assert result.tokens.max() < 30 and result.finite.all()
+    assert np.allclose(result.logprobs, -np.log(30), atol=1e-5)
+    assert result.top_ids.max() < 30
+
+
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 SEEDED = SamplingParams(max_tokens=16, temperature=0.8, seed=42, ignore_eos=True)
