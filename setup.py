@@ -1,8 +1,8 @@
 """Builds the native extensions: ``jaxserve._cpu`` always, ``jaxserve._cuda`` where a CUDA toolkit is found.
 
-    JAXSERVE_CUDA=1    require the CUDA twin (fail if no toolkit is found)
-    JAXSERVE_CUDA=0    never build it
-    CUDA_HOME          where the toolkit is (default: the folder of nvcc, then /usr/local/cuda)
+JAXSERVE_CUDA=1    require the CUDA twin (fail if no toolkit is found)
+JAXSERVE_CUDA=0    never build it
+CUDA_HOME          where the toolkit is (default: the folder of nvcc, then /usr/local/cuda)
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Every error jaxserve raises on purpose.
 
-    JaxserveError
-    ├── InvalidRequest       the client's fault; HTTP 4xx, carries the OpenAI error fields
-    ├── ConfigError          a flag or combination of flags that cannot work; raised before any work starts
-    ├── ModelLoadError       a checkpoint that is missing, damaged or not what its config says
-    ├── CapacityError        the server is full; HTTP 429 or 503
-    ├── FenceTimeout         a wait named a launch whose record never came
-    └── EngineDead           the step loop has stopped; nothing can be served any more
+JaxserveError
+├── InvalidRequest       the client's fault; HTTP 4xx, carries the OpenAI error fields
+├── ConfigError          a flag or combination of flags that cannot work; raised before any work starts
+├── ModelLoadError       a checkpoint that is missing, damaged or not what its config says
+├── CapacityError        the server is full; HTTP 429 or 503
+├── FenceTimeout         a wait named a launch whose record never came
+└── EngineDead           the step loop has stopped; nothing can be served any more
 """
 
 from __future__ import annotations

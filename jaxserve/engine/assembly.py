@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.attention.paged_kv import KVLayout
 from jaxserve.attention.registry import make_backend
+from jaxserve.barrier.cuda_settings import check_cuda_settings
 from jaxserve.barrier.native import native_module
 from jaxserve.barrier.shared_rows import RowLayout, SharedRows
 from jaxserve.core.config import MIB, EngineConfig
@@ -110,6 +111,8 @@ def assemble(
     """
     enable_compilation_cache(config.compilation_cache_dir)
     platform = jax.default_backend()
+    if platform != "cpu":
+        check_cuda_settings(os.environ)
     native_module(platform)  # a missing or unfit extension is found before anything slow
     path = resolve_model_path(config.model)
     checkpoint = open_checkpoint(path)
@@ -138,7 +141,7 @@ def assemble(
     layout = RowLayout(config.max_running_requests, ceil_div(context_length, config.page_size))
     rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
     runner = ModelRunner(model, backend, rows, kv, config, platform)
-    worker = TargetWorker(runner, StepRunner(runner, buckets, on_late_compile))
+    worker = TargetWorker(runner, StepRunner(runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size))
     barrier = WarBarrier(
         rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
     )

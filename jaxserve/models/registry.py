@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class RegisteredModel:
 
 
 _registered: dict[str, RegisteredModel] = {}
+_loaded_entry_points: set[str] = set()
+ENTRY_POINTS = "jaxserve.models"
 
 
 def register_model(architecture: str, model_class: Callable[..., Any], weight_map: WeightMap | None = None) -> None:
@@ -57,6 +60,14 @@ def register_model(architecture: str, model_class: Callable[..., Any], weight_ma
     _registered[architecture] = RegisteredModel(architecture, model_class, weight_map or same_names)
 
 
+def _load_entry_points() -> None:
+    """Lets installed packages register models: each entry point names a function that calls ``register_model``."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name not in _loaded_entry_points:
+            _loaded_entry_points.add(entry.name)
+            entry.load()()
+
+
 def model_class_for(config: ModelConfig) -> Callable[..., Any]:
     """The class that serves ``config.architecture``.
 
@@ -72,6 +83,7 @@ def registered_model_for(config: ModelConfig) -> RegisteredModel:
     Raises:
         ModelLoadError: nothing registered under that name; lists what is.
     """
+    _load_entry_points()
     found = _registered.get(config.architecture)
     if found is None:
         raise ModelLoadError(

@@ -119,6 +119,7 @@ def make_step_program(
     backend: AttentionBackend,
     bind: Callable[[list[jax.Array]], Any],
     windows: tuple[int | None, ...],
+    num_ids: int | None = None,
 ) -> Callable:
     """The step program.
 
@@ -127,6 +128,7 @@ def make_step_program(
     Args:
         bind: weights list -> model, called while tracing.
         windows: sliding window per layer, or None.
+        num_ids: token ids that may be sampled: those below it; None for all.
     """
     shape = key.shape
     mode = shape.mode
@@ -164,7 +166,7 @@ def make_step_program(
             sampled_positions = (positions + 1).reshape(-1)
             floats = jnp.repeat(rows.sampling_floats, shape.queries, axis=0)
             ints = jnp.repeat(rows.sampling_ints, shape.queries, axis=0)
-        sampled = sample(model.logits(hidden), floats, ints, sampled_positions)
+        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids)
 
         if mode is not ForwardMode.TARGET_VERIFY:  # which verified token is the last one is for acceptance to say
             relay_slots = rows.slots if mode is ForwardMode.DECODE else inputs.relay_slots

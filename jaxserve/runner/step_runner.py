@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 class StepRunner:
     """Runs EXTEND, DECODE and TARGET_VERIFY steps of one model runner.
 
+    Args:
+        num_ids: token ids the tokenizer knows; vocabulary rows behind them are never sampled. None: all are known.
+
     Programs are keyed by shape; ``warm_up`` compiles all that the buckets allow, so that serving compiles nothing.
     """
 
-    def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None]):
+    def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None],
+                 num_ids: int | None = None):  # fmt: skip
         self.runner = runner
         self.backend = runner.backend
         self.buckets = buckets
@@ -37,7 +41,7 @@ class StepRunner:
         self._demotion_logged = False
         self.steps = ProgramCache(
             "step",
-            lambda key: make_step_program(key, self.backend, runner.model.bind, windows),
+            lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
             lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv),
             donate=STEP_DONATES,
             late=on_late_compile,

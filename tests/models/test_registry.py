@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -82,3 +83,21 @@ def test_weight_map_must_fit(tmp_path: Path, names: list[str], refusal: str) -> 
     checkpoint = open_checkpoint(write_folder(byte_tokenizer_files(tmp_path), config, {"table": zeros}))
     with pytest.raises(ModelLoadError, match=refusal):
         load_model(checkpoint, jnp.float32)
+
+
+def test_an_installed_package_can_register_its_model(monkeypatch):
+    """A server has no place to call register_model; an entry point is called when an architecture is looked up."""
+    registered = []
+
+    class Entry:
+        name = "mine"
+
+        def load(self):
+            return lambda: registered.append("called")
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Entry()] if group == "jaxserve.models" else [])
+    monkeypatch.setattr(registry, "_loaded_entry_points", set())
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="not known"):
+            registry.registered_model_for(SimpleNamespace(architecture="Nobody"))
+    assert registered == ["called"]
