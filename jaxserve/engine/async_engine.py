@@ -52,10 +52,6 @@ class OutputStream:
             raise item
         return item
 
-    def discard(self) -> None:
-        """Ends the iteration of a request that was not accepted."""
-        self._closed = True
-
     async def aclose(self) -> None:
         """Ends the iteration and aborts what is unfinished."""
         self.close()
@@ -179,11 +175,7 @@ class AsyncEngine:
         self._engine.check(ids, params)
         request = Request(request_id or f"req-{next(self._ids)}", tuple(ids), params, text)
         stream = OutputStream(self, request)
-        try:
-            self._accept(request, stream)
-        except BaseException:
-            stream.discard()
-            raise
+        self._accept(request, stream)
         self._commands.put(lambda: self._add(request, stream))
         return stream
 

@@ -133,6 +133,32 @@ def test_a_failed_row_write_loses_no_page_or_slot(small, oracle, monkeypatch):
     check_alive(small, oracle)
 
 
+def test_a_failed_row_write_in_a_preemption(small, oracle, monkeypatch):
+    """The preempted sequence is in no list for a moment; it must be in one when its rows are cleared."""
+    scheduler = small.scheduler
+    real = scheduler._preempt
+    failed = []
+
+    def preempt(sequence):
+        if failed:
+            return real(sequence)
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler.rows, "stream", FailingStream(scheduler.rows.stream, 1))
+            failed.append(sequence.request.request_id)
+            return real(sequence)
+
+    monkeypatch.setattr(scheduler, "_preempt", preempt)
+    prompts = [prompt_of(6, seed) for seed in range(3)]
+    ids = [add(small, prompt, greedy(18)) for prompt in prompts]
+    collected = run(small)
+    assert failed
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        output = collected[request_id]
+        assert output.finish_reason in ("length", "error")
+        right = oracle(prompt, 18)
+        assert output.token_ids == (right if output.error is None else right[: len(output.token_ids)])
+
+
 def test_a_failed_row_write_in_an_abort(small, oracle, monkeypatch):
     ids = [add(small, prompt_of(6, seed), greedy(10)) for seed in range(3)]
     collected = Collected()

@@ -108,6 +108,14 @@ def test_streams_and_calls_may_interleave(llm, oracle):
     assert not llm._inboxes and not llm.engine.has_work
 
 
+def test_a_call_leaves_the_engine_idle(llm, oracle):
+    """Where a stop id ends the last output, one more step is already in flight."""
+    right = oracle(prompt_of(9), 6)
+    (output,) = llm.generate([prompt_of(9)], greedy(50, stop_token_ids=(right[3],)))
+    assert output.outputs[0].token_ids == right[: right.index(right[3]) + 1]
+    assert not llm.engine.has_work
+
+
 def test_threads_share_an_engine(llm, oracle):
     def ask(length: int) -> list[int]:
         return llm.generate([prompt_of(length)], greedy(8))[0].outputs[0].token_ids

@@ -191,6 +191,17 @@ def test_minus_infinity_is_a_value(engines, tmp_path):
     assert result.finite.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-5, 1e-12, 1e-30, 1e-38, 1e-45])
+def test_small_temperatures_are_told_apart_from_zero_by_nobody(temperature):
+    from jaxserve.runner.sampler import sample
+
+    logits = np.zeros((64, 32), np.float32)
+    logits[:, 1:] = -0.005
+    floats = np.tile(np.array([temperature, 1.0, 0.0, 0], np.float32), (64, 1))
+    result = sample(jnp.asarray(logits), jnp.asarray(floats), jnp.zeros((64, 4), jnp.int32), jnp.arange(64))
+    assert not result.tokens.any() and result.finite.all()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 def test_ids_without_a_token_are_impossible(temperature):
     from jaxserve.runner.sampler import sample
