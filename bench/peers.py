@@ -99,7 +99,7 @@ def compare(model: str, peers_python: str, rounds: int) -> dict[str, Any]:
                             "first_token_s": min(run["first_tokens"]), "last_first_token_s": max(run["first_tokens"]),
                             "mean_first_token_s": sum(run["first_tokens"]) / batch,
                             "host_s": median(run["host"]) if "host" in run else None,
-                            "agreeing_tokens": same,
+                            "agreeing_tokens": same, "weight_read_s": run.get("weight_read_s"),
                         })  # fmt: skip
                     print(f"round {number}: {engine} batch {batch}: {batch / step:.1f} tokens/s", file=sys.stderr)
     return found
@@ -179,6 +179,7 @@ def report(found: dict[str, Any]) -> str:
                 spread(of(engine, batch, "last_first_token_s"), 0, 1e3),
                 f"{weight_bytes / step / bandwidth:.0%}", f"{ratios[batch]:.2f}" if engine == "jaxserve" else "1",
             ])  # fmt: skip
+    read = median(of("jaxserve", 1, "weight_read_s"))
     same = {b: min(min(r["agreeing_tokens"]) for r in runs if r["batch"] == b) for b in BATCHES}
     peer = found["compare"]["transformers"]
     text = [
@@ -203,6 +204,9 @@ def report(found: dict[str, Any]) -> str:
         ),
         f"Median of the best way of each round: {bandwidth / 1e9:.1f} GB/s; reading the weights once then takes "
         f"{weight_bytes / bandwidth * 1e3:.1f} ms, at most {bandwidth / weight_bytes:.1f} tokens/s at batch 1.\n",
+        f"Reading the weights' own arrays once, with all cores: {read * 1e3:.1f} ms, "
+        f"{weight_bytes / read / 1e9:.1f} GB/s; jaxserve's step at batch 1 reaches "
+        f"{read / median(of('jaxserve', 1, 'step_s')):.0%} of that.\n",
         table(
             "Step time against KV pool size, batch 1",
             ["pages of 16 tokens", "step ms"],
