@@ -105,11 +105,14 @@ async def a_stream_that_is_left_aborts(engine: AsyncEngine, oracle) -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(closed)
 
-    cancelled = asyncio.create_task(ids_of(engine.generate(prompt_of(5), greedy(120))))
+    held = engine.generate(prompt_of(5), greedy(120))  # so that only the cancellation can end it
+    cancelled = asyncio.create_task(ids_of(held))
     await asyncio.sleep(0.02)
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+    assert held._closed
+    del held
 
     engine.generate(prompt_of(5), greedy(120))  # lost
     gc.collect()
