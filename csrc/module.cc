@@ -49,6 +49,14 @@ void set_current_launch(const py::buffer& ticket) {
   jaxserve::current_launch() = jaxserve::LaunchTicket::load(bytes.ptr);
 }
 
+// A stream runs what is queued before it goes, and that may need a Python thread to get on.
+struct DeleteWithoutGil {
+  void operator()(twin::Stream* stream) const {
+    py::gil_scoped_release release;
+    delete stream;
+  }
+};
+
 using Rows = py::array_t<int32_t, py::array::c_style>;
 
 // Values are [rows, columns] (or [rows] for one column) of the buffer's own type; nothing is converted silently.
@@ -110,7 +118,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
       .def_property_readonly("newest_recorded", &twin::EventRing::newest_recorded)
       .def_property_readonly("name", &twin::EventRing::name);
 
-  py::class_<twin::Stream>(m, "Stream")
+  py::class_<twin::Stream, std::unique_ptr<twin::Stream, DeleteWithoutGil>>(m, "Stream")
       .def(py::init<int, int64_t, double, bool>(), py::arg("num_staging_blocks"), py::arg("staging_block_bytes"),
            py::arg("wait_timeout_s"), py::arg("staging_guarded") = true)
       .def("write_rows", &write_rows, py::arg("buffer").none(false), py::arg("rows"), py::arg("values"),

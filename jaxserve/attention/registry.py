@@ -30,8 +30,8 @@ class _UnauditedReads:
 def register_attention_backend(name: str, backend: type[AttentionBackend]) -> None:
     """Makes a backend selectable by ``--attention-backend NAME``.
 
-    A class that does not override ``shared_read_ends`` counts as not audited: it answers UNKNOWN in every mode, and
-    gets the full-execution fence.
+    A class that does not define ``shared_read_ends`` itself counts as not audited: it answers UNKNOWN in every mode,
+    and gets the full-execution fence. What it inherits from a built-in backend was said of that backend's reads.
 
     Raises:
         ConfigError: the name is taken, or the class is not an ``AttentionBackend`` with its own ``attend``.
@@ -42,9 +42,15 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
         raise ConfigError(f"attention backend {name!r} must be a subclass of AttentionBackend, got {backend!r}")
     if backend.attend is AttentionBackend.attend:
         raise ConfigError(f"attention backend {name!r} must define attend()")
-    if backend.shared_read_ends is AttentionBackend.shared_read_ends:
+    if not _declares_itself(backend):
         backend = type(backend.__name__, (_UnauditedReads, backend), {"name": name})
     _registered[name] = backend
+
+
+def _declares_itself(backend: type[AttentionBackend]) -> bool:
+    """Whether its author, not only a class of ours that it derives from, says where its reads end."""
+    own = [cls for cls in backend.__mro__ if not cls.__module__.startswith("jaxserve.attention.")]
+    return any("shared_read_ends" in vars(cls) for cls in own)
 
 
 def _load_entry_points() -> None:

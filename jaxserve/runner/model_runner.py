@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,8 @@ from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.completion import CompletionWatcher
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -50,12 +54,17 @@ class ModelRunner:
 
     def reset_device_state(self) -> None:
         """Fresh pool and relay, after a failed execution took the donated ones with it."""
+        del self.pool, self.relay  # the old pool goes first: there may be no room for two
         self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
         self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
 
     def close(self) -> None:
-        """Waits for the launch in flight and lets go of the fences."""
-        jax.block_until_ready(self.relay)
+        """Waits for the launch in flight and lets go of the fences. Idempotent."""
+        try:
+            jax.block_until_ready(self.relay)
+        except Exception as error:  # whoever collects the launch is told; here it only has to have ended
+            log.warning("the last launch of %s failed: %s", self.name, error)
         if self.watcher is not None:
             self.watcher.close()
+            self.watcher = None
         self.channel.close()

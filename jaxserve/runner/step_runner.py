@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds, StepMetadata, StepRows, StepShape
 from jaxserve.barrier.tickets import Event
+from jaxserve.core.errors import FenceTimeout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
@@ -73,7 +74,8 @@ class StepRunner:
         return declared
 
     def _row_source(self, ends: SharedReadEnds) -> RowSource:
-        if ends is SharedReadEnds.PRE_REPLAY and not self.runner.config.compat_unsound_fallback:
+        unsound = self.runner.config.compat_unsound_fallback and not self.runner.has_marker
+        if ends is SharedReadEnds.PRE_REPLAY and not unsound:
             return RowSource.PRIVATE
         return RowSource.SNAPSHOT if self.runner.has_marker else RowSource.COPY
 
@@ -117,6 +119,10 @@ class StepRunner:
             batch: the plan.
             write_done: generation of the row writes the step must see (0: the rows are already there).
             wants_logprobs: whether the host will collect logprobs.
+
+        Raises:
+            FenceTimeout: the row writes did not come; nothing was launched.
+            RetraceError: the batch does not fit the compiled program.
         """
         runner = self.runner
         runner.shared_read_done_event = None  # a phase starts: from here on an old event must not be found
@@ -124,10 +130,12 @@ class StepRunner:
         ends = self._resolve_shared_read_ends(batch.mode)
         source = self._row_source(ends)
         step_done = runner.channel.reserve_step_done()
-        read_done = None if ends is SharedReadEnds.UNKNOWN else runner.channel.reserve_read_done()
+        read_done = None
         try:
-            if not runner.has_marker and write_done:
-                Event(runner.rows.write_done, write_done).sync(runner.config.fence_timeout_s)
+            if ends is not SharedReadEnds.UNKNOWN:
+                read_done = runner.channel.reserve_read_done()
+            if not runner.has_marker:
+                self._await_writes(write_done)
             private = None
             if source is RowSource.PRIVATE:
                 private = self._launch_prep(batch, shape, inputs, write_done, read_done)
@@ -162,6 +170,16 @@ class StepRunner:
         if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
             runner.shared_read_done_event = read_done
         return Launch(batch, ends, step_done, out.sampled, wants_logprobs, read_done)
+
+    def _await_writes(self, write_done: int) -> None:
+        """Blocks until the row writes of a launch are done, for programs that cannot wait themselves.
+
+        Raises:
+            FenceTimeout: the schedule stream gave them up; its error says why.
+        """
+        rows = self.runner.rows
+        if write_done and not Event(rows.write_done, write_done).sync(self.runner.config.fence_timeout_s):
+            raise FenceTimeout(f"the row writes of this step were given up: {rows.stream.error}")
 
     def _launch_prep(self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int,
                      read_done: Event | None) -> tuple[StepRows, StepMetadata]:  # fmt: skip

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.registry import _registered, register_attention_backend
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.core.sampling_params import SamplingParams
@@ -44,8 +43,6 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 class Outside(XlaBackend):
     """Somebody's own backend that declares nothing: the full-execution fence."""
-
-    shared_read_ends = AttentionBackend.shared_read_ends
 
 
 @pytest.fixture(

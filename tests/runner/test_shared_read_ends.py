@@ -108,16 +108,24 @@ def test_declarations(backend, decode, verify, extend):
 
 
 def test_an_outside_backend_that_declares_nothing_is_unknown(monkeypatch):
-    """The base class's IN_REPLAY was audited for the built-in backends, not for somebody's own."""
+    """What was audited for the built-in backends says nothing of somebody's own, whichever of them it derives from."""
 
     class Outside(XlaBackend):
-        shared_read_ends = AttentionBackend.shared_read_ends
+        pass
+
+    class OutsidePlanned(PlannedBackend):  # may read live rows in an attend of its own
+        pass
 
     class Audited(XlaBackend):
         def shared_read_ends(self, forward_mode):
             return IN
 
-    for name, cls, expected in (("outside", Outside, UNKNOWN), ("audited", Audited, IN)):
+    class DerivedFromAudited(Audited):
+        pass
+
+    classes = ((Outside, UNKNOWN), (OutsidePlanned, UNKNOWN), (Audited, IN), (DerivedFromAudited, IN))
+    for name, (cls, expected) in enumerate(classes):
+        name = f"outside-{name}"
         register_attention_backend(name, cls)
         factory = _registered.pop(name)
         monkeypatch.setitem(_registered, name, factory)
@@ -138,3 +146,9 @@ def test_bad_backends_are_refused():
         make_backend(EngineConfig(attention_backend="native"), "cpu", "bfloat16")
     with pytest.raises(ConfigError, match="need --attention-backend hybrid"):
         make_backend(EngineConfig(decode_attention_backend="xla"), "cpu", "float32")
+
+
+def test_a_declared_pre_replay_is_hoisted_even_in_unsound_mode():
+    """The flag reproduces one wrong demotion, no more: an honest PRE_REPLAY keeps its own program."""
+    runner = step_runner(declaring(PRE), has_marker=True, unsound=True)
+    assert runner._row_source(runner._resolve_shared_read_ends(DECODE)) is RowSource.PRIVATE
