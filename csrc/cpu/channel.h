@@ -18,7 +18,7 @@ struct Channel {
 // Registers a channel and returns its number (never 0, never reused).
 uint64_t open_channel(std::shared_ptr<Channel> channel);
 void close_channel(uint64_t number);
-// Null for 0 and for a closed channel: handlers of a closed engine neither wait nor record.
+// Null for 0 and for a closed channel: its handlers record nothing, and fail if they ought to wait.
 std::shared_ptr<Channel> find_channel(uint64_t number);
 
 }  // namespace jaxserve::cpu

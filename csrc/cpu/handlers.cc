@@ -58,6 +58,11 @@ ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
   if (ticket_operand->size_bytes() != sizeof(LaunchTicket)) return invalid("the ticket must be uint32[16]");
   const LaunchTicket ticket = LaunchTicket::load(ticket_operand->untyped_data());
   const auto channel = find_channel(ticket.channel);
+  if (channel == nullptr && ticket.write_done != 0) {
+    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                      "jaxserve_snapshot: step " + std::to_string(ticket.step_number) +
+                          " names row writes of an engine that is closed");
+  }
 
   if (ffi::Error error = wait_for_writes(ticket, channel.get()); error.failure()) return error;
   HoldPoints::instance().pass("snapshot.before_reads");

@@ -46,6 +46,8 @@ class XlaBackend(AttentionBackend):
             token_positions = metadata.lengths[:, None] + positions  # [B, Q]
             seen = seen & (context > token_positions[:, :, None] - window)
         context_scores = jnp.where(seen[None, :, None], context_scores, NEGATIVE)
+        # A weight of zero does not silence a value that is not a number, and recycled pages may hold such.
+        values = jnp.where((context[None, :] < metadata.lengths[:, None])[None, :, :, None], values, 0)
 
         highest = jnp.maximum(context_scores.max(-1, keepdims=True), fresh_scores.max(-1, keepdims=True))
         context_weights = jnp.exp(context_scores - highest)

@@ -153,7 +153,7 @@ class AsyncEngine:
             "late_compiles": self._engine.num_late_compiles,
             "platform": self._engine.parts.platform,
             "attention_backend": self._engine.parts.worker.model_runner.backend.name,
-            "fences": {f"{kind}:{reason}": n for (kind, reason), n in scheduler.barrier.counts.items()},
+            "fences": {f"{kind}:{reason}": n for (kind, reason), n in dict(scheduler.barrier.counts).items()},
         }
 
     def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import random
 import secrets
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CapacityError, InvalidRequest, JaxserveError
+from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, JaxserveError
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -49,7 +50,9 @@ class Engine:
         self.model_config = parts.model.config
         self.metrics = EngineMetrics(self)
         self._overlap = not config.disable_overlap_schedule
-        self._in_flight: Launch | None = None
+        self._in_flight: collections.deque[Launch] = collections.deque()  # dispatched, not committed; oldest first
+        self._undelivered: list[OutputDelta] = []
+        self._closed = False
         self._outputs: dict[Sequence, OutputBuilder] = {}
         self._requests: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed if config.seed is not None else secrets.randbits(64))
@@ -59,41 +62,48 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[OutputDelta]:
-        """Dispatches the next step, then collects and commits the one before it."""
-        deltas: list[OutputDelta] = []  # filled as outputs advance, so that a failure loses none of them
+        """Dispatches the next step, then collects and commits the one before it.
+
+        Never raises for a failed step: the requests it served end with an error delta.
+
+        Raises:
+            EngineDead: the engine is closed.
+        """
+        self._refuse_if_closed()
+        deltas, self._undelivered = self._undelivered, []  # filled as outputs advance: a failure loses none of them
         try:
-            if self._in_flight is None and self.parts.rows.stream.error:
+            if not self._in_flight and self.parts.rows.stream.error:
                 self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
             ahead = self._dispatch(self.scheduler.plan())
-            self._commit(self._in_flight, self._collect(self._in_flight), deltas)
-            self._in_flight = ahead
-            if not self._overlap and ahead is not None:
-                self._commit(ahead, self._collect(ahead), deltas)
-                self._in_flight = None
-        except Exception as error:
+            may_stay = 1 if ahead and self._overlap else 0
+            while len(self._in_flight) > may_stay:
+                self._commit(self._in_flight[0], self._in_flight[0].collect(), deltas)
+                self._in_flight.popleft()
+        except BaseException as error:
             log.exception("step %d failed", self.scheduler.step_number)
             deltas += self._fail_running(error)
+            if not isinstance(error, Exception):  # an interrupt goes on, and the next step delivers
+                self._undelivered = deltas
+                raise
         return deltas
 
-    def _dispatch(self, batch: StepBatch[Sequence] | None) -> Launch | None:
+    def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
         if batch is None:
-            return None
-        launch = self.scheduler.launch(batch)
+            return False
+        self._in_flight.append(self.scheduler.launch(batch))
         self.metrics.launched(batch)
-        return launch
+        return True
 
-    def _collect(self, launch: Launch | None) -> StepResult | None:
-        return launch.collect() if launch is not None else None
-
-    def _commit(self, launch: Launch | None, result: StepResult | None, deltas: list[OutputDelta]) -> None:
-        if launch is None or result is None:
-            return
+    def _commit(self, launch: Launch, result: StepResult, deltas: list[OutputDelta]) -> None:
+        ended = []
         for committed in self.scheduler.commit(launch, result):
             output = self._outputs[committed.sequence]
             deltas.append(output.push(committed))
             self.metrics.committed(committed.sequence)
             if output.finish_reason is not None:
-                self._finish(committed.sequence)
+                ended.append(committed.sequence)
+        for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
+            self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason
@@ -109,7 +119,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return bool(self._in_flight or self._undelivered) or self.scheduler.has_work
 
     @property
     def open_requests(self) -> Collection[str]:
@@ -164,7 +174,9 @@ class Engine:
         Raises:
             InvalidRequest: it cannot be served.
             CapacityError: the queue is full.
+            EngineDead: the engine is closed.
         """
+        self._refuse_if_closed()
         max_total = self.check(list(request.prompt_ids), request.params)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
@@ -214,16 +226,17 @@ class Engine:
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
-    def _fail_running(self, error: Exception) -> list[OutputDelta]:
+    def _fail_running(self, error: BaseException) -> list[OutputDelta]:
         """After a failed execution: the donated pool is gone, so every sequence that had KV in it fails. Waiting
         requests are served as if nothing had happened."""
         runner = self.parts.worker.model_runner
-        for launch in (self._in_flight,):
-            if launch is not None:
-                launch.step_done.abandon()
-                if launch.read_done is not None:
-                    launch.read_done.abandon()
-        self._in_flight = None
+        # Rows may not be rewritten, nor memory taken again, under a launch that still runs. It ends by itself: what it
+        # waits for times out.
+        deadline = time.monotonic() + self.config.fence_timeout_s
+        for launch in self._in_flight:
+            while not launch.is_done() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        self._in_flight.clear()
         runner.channel.abandon_all()
         runner.shared_read_done_event = None
         stream_error = self.parts.rows.recover()
@@ -274,7 +287,11 @@ class Engine:
         return self._late_compiles
 
     def close(self) -> None:
-        """Ends what is in flight and frees the fences. Idempotent."""
-        if self._in_flight is not None:
-            self._in_flight = None
+        """Ends what is in flight and frees the fences; nothing can be served afterwards. Idempotent."""
+        self._closed = True
+        self._in_flight.clear()
         self.parts.worker.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:  # its launches would be fenced by nothing
+            raise EngineDead("this engine is closed; make a new one")

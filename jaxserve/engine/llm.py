@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -40,6 +42,8 @@ class LLM:
         config = EngineConfig(model=model, **engine_settings)
         self.engine = Engine(config, print if verbose else lambda message: None)
         self._lock = threading.Lock()  # the engine is stepped by whoever waits; two threads must not do it at once
+        self._dropped: queue.SimpleQueue[str] = queue.SimpleQueue()  # requests nobody waits for any more
+        self._closed = False
         self._ids = itertools.count()
         self._inboxes: dict[str, list[OutputDelta]] = {}  # deltas by request, whoever's step made them
 
@@ -77,8 +81,10 @@ class LLM:
         return self._stream((None, self.engine.encode_chat(list(messages))), params)
 
     def close(self) -> None:
-        """Frees the engine."""
-        self.engine.close()
+        """Frees the engine. Streams that are still open raise EngineDead when asked for more. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -124,9 +130,17 @@ class LLM:
         prompt, ids = encoded
         return Request(f"llm-{next(self._ids)}", tuple(ids), params, prompt)
 
+    @contextlib.contextmanager
+    def _engine_alone(self) -> Iterator[None]:
+        """The engine for one thread; before it goes on, what was dropped meanwhile is aborted."""
+        with self._lock:
+            yield
+            self._abort_dropped()
+        self._abort_dropped_if_free()  # one may have been dropped between the last look and the release
+
     def _start(self, request: Request) -> bool:
         """Queues a request; False if there is no room for it now."""
-        with self._lock:
+        with self._engine_alone():
             if not self.engine.has_room(request.params.n):
                 return False
             self.engine.add(request)
@@ -134,22 +148,40 @@ class LLM:
         return True
 
     def _drop(self, request_id: str) -> None:
-        """Forgets a request, and aborts it if it is not finished. The last one leaves the engine idle."""
-        with self._lock:
+        """Forgets a request, and aborts it if it is not finished. The last one leaves the engine idle.
+
+        Never waits: the garbage collector may close a stream inside a step of this very thread."""
+        self._dropped.put(request_id)
+        self._abort_dropped_if_free()
+
+    def _abort_dropped_if_free(self) -> None:
+        while not self._dropped.empty() and self._lock.acquire(blocking=False):
+            try:
+                self._abort_dropped()
+            finally:
+                self._lock.release()
+
+    def _abort_dropped(self) -> None:
+        while not self._dropped.empty():
+            request_id = self._dropped.get()
             self._inboxes.pop(request_id, None)
-            self.engine.abort(request_id)
-            while not self._inboxes and self.engine.has_work:
-                self.engine.step()
+            if not self._closed:
+                self._deliver(self.engine.abort(request_id))
+        while not self._closed and not self._inboxes and self.engine.has_work:
+            self._deliver(self.engine.step())
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        for delta in deltas:
+            if delta.request_id in self._inboxes:
+                self._inboxes[delta.request_id].append(delta)
 
     def _step(self) -> None:
         """One step of the engine for everybody who waits."""
-        with self._lock:
-            for delta in self.engine.step():
-                if delta.request_id in self._inboxes:
-                    self._inboxes[delta.request_id].append(delta)
+        with self._engine_alone():
+            self._deliver(self.engine.step())
 
     def _take(self, request_id: str) -> list[OutputDelta]:
-        with self._lock:
+        with self._engine_alone():
             taken, self._inboxes[request_id] = self._inboxes[request_id], []
         return taken
 

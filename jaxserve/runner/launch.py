@@ -41,6 +41,10 @@ class Launch:
     wants_logprobs: bool = False
     read_done: Event | None = None
 
+    def is_done(self) -> bool:
+        """Polls: the execution has ended, well or not."""
+        return self.sampled.tokens.is_ready()  # type: ignore[attr-defined]
+
     def collect(self) -> StepResult:
         """Blocks until the results are on the host. Raises whatever the execution raised."""
         rows = len(self.batch.owners) * (self.sampled.tokens.shape[0] // max(1, self._padded_rows()))

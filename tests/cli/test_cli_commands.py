@@ -105,7 +105,7 @@ def test_serve_with_a_model_that_cannot_be_loaded_is_one_line(
 
     class AsyncEngine:
         @staticmethod
-        def from_config(config: EngineConfig) -> None:
+        def from_config(config: EngineConfig, progress: object) -> None:
             raise failure
 
     module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]

@@ -149,10 +149,7 @@ def test_out_of_range_is_refused(params):
 # -- logits that are not numbers ---------------------------------------------------------------------------------------
 
 
-XLA = pytest.param("xla", marks=pytest.mark.xfail(reason="a masked position's value times zero is still NaN"))
-
-
-@pytest.fixture(scope="module", params=["native", XLA])
+@pytest.fixture(scope="module", params=["native", "xla"])
 def poisoned(request, engines, tmp_path_factory):
     """TINY whose embedding of token 7 is NaN: hidden states, keys and values of that request turn to NaN."""
     tensors = tiny_tensors(tiny_config())
