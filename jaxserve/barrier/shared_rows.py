@@ -21,7 +21,8 @@ from jaxserve.core.config import SharedUpdates
 
 NUM_SAMPLING_FLOATS = 4  # temperature, top_p, min_p, (free)
 NUM_SAMPLING_INTS = 4  # top_k, seed low word, seed high word, flags
-NUM_STAGING_BLOCKS = 64
+MIN_STAGING_BLOCKS = 64
+WRITES_PER_SLOT = 12  # row writes two plans can need for each slot: admission, growth, release, and recovery
 STAGING_BLOCK_BYTES = 4096
 
 
@@ -66,7 +67,10 @@ class SharedRows:
         self._timeout_s = timeout_s
         self.layout = layout
         self.updates = updates
-        self.stream = native.Stream(NUM_STAGING_BLOCKS, STAGING_BLOCK_BYTES, timeout_s)
+        # Enough that planning never waits for a block: the wait behind a launch that failed ends only when the host, which
+        # is planning, collects it.
+        num_blocks = max(MIN_STAGING_BLOCKS, WRITES_PER_SLOT * layout.num_slots)
+        self.stream = native.Stream(num_blocks, STAGING_BLOCK_BYTES, timeout_s)
         self.write_done = make_ring(native, "write_done")
         shapes = layout.shapes()
         self._names = list(shapes)
