@@ -11,9 +11,11 @@
  *   newer than planned = overwritten before it was read (WAR);  older = read before it was written (RAW).
  *
  * Size:            -DSTEPS=n  -DRING=n (event slots)  -DNSTAGE=n (staging blocks)  -DMAXFAIL=n  -DMAXRECYCLE=n
- * Read ends:       any of the four in every phase; -DONLY_IN keeps to IN_REPLAY
+ * Read ends:       any of the four in every phase; -DONLY_IN or -DONLY_PRE keeps to one
  * Steps allowed:   -DWITH_SPEC (target + draft runner)  -DWITH_NGRAM ; plain steps always
  * Variants:        -DNO_MARKER (programs without FFI operations)  -DNGRAM_RELAY (drafts are snapshotted too)
+ * Done twice:      -DWITHOUT_CLEAR_WHEN_LAUNCH_FAILS or -DWITHOUT_CLEAR_WHEN_RECOVERING: one of two clears is enough here
+ * Granularity:     -DFINE_GRAINED (every step of the host interleaved)
  * Faults:          -DMUTANT_... , listed in mutants.txt
  *
  * Lines printed with a leading @ become the rows of a counterexample: @ lane text.
@@ -356,15 +358,23 @@ inline stream_wait(ring, g) {
   }
 }
 
+#ifdef FINE_GRAINED
+#define UNINTERRUPTED
+#else
+#define UNINTERRUPTED atomic
+#endif
+
 inline choose_ends(out) {
   if
+#ifndef ONLY_PRE
   :: out = IN
+#endif
 #ifndef ONLY_IN
-#ifndef MUTANT_PRE_WHILE_READING_LIVE
+  :: out = PRE
+#endif
+#if !defined(ONLY_IN) && !defined(ONLY_PRE) && !defined(MUTANT_PRE_WHILE_READING_LIVE)
   :: out = POST
   :: out = UNKNOWN
-#endif
-  :: out = PRE
 #endif
   fi
 }
@@ -418,7 +428,9 @@ inline launch_phase(runner) {
   :: atomic { failures > 0 -> failures-- }; /* the dispatch raises */
      atomic {
        printf("@ host step %d, %e: the launch fails\n", step, RUNNER_NAME(li));
+#if !defined(MUTANT_FAILURE_LEAVES_MAILBOX) && !defined(WITHOUT_CLEAR_WHEN_LAUNCH_FAILS)
        mailbox[runner] = 0;
+#endif
        abandon(STEP_DONE(runner), g_step);
        if
        :: g_read != 0 -> abandon(READ_DONE(runner), g_read)
@@ -481,8 +493,9 @@ active proctype Host() {
   :: step == STEPS -> break
   :: else ->
      /* From here to the collection the host only queues work and touches what is its own. Such steps commute with those
-      * of the other processes, so one atomic sequence (left wherever it blocks) loses no behaviour that matters. */
-     atomic {
+      * of the other processes, so one atomic sequence (left wherever it blocks) loses no behaviour that matters; a
+      * smaller run with FINE_GRAINED interleaves every step of it. */
+     UNINTERRUPTED {
      /* Plan the next step from what is certain, and write the rows that change. */
      step++;
      if
@@ -613,7 +626,9 @@ recover: /* Engine._fail_running */
        :: else -> break
        od;
 #endif
+#if !defined(MUTANT_FAILURE_LEAVES_MAILBOX) && !defined(WITHOUT_CLEAR_WHEN_RECOVERING)
        mailbox[T] = 0; mailbox[D] = 0;
+#endif
        li = 0; g_read = 0; last_li = 0; flying_li = 0; flying_table = 0; aborted = false; g_write = 0; g_step = 0;
        table = 0
      };
