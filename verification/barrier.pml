@@ -525,7 +525,7 @@ active proctype Host() {
 
 #ifdef MUTANT_WAIT_BEFORE_DISPATCH
      if /* binds to the newest record there is: that of the step before */
-     :: newest[STEP_DONE(T)] > 0 -> stream_wait(STEP_DONE(T), newest[STEP_DONE(T)])
+     :: step > 1 -> stream_wait(STEP_DONE(T), newest[STEP_DONE(T)])
      :: else
      fi;
 #endif
@@ -548,11 +548,19 @@ active proctype Host() {
      :: true
      fi;
 #endif
-#if !defined(MUTANT_NO_BARRIER) && !defined(MUTANT_WAIT_BEFORE_DISPATCH)
+#if defined(MUTANT_WAIT_BEFORE_DISPATCH)
+     if
+     :: step == 1 -> apply_barrier() /* ahead of the first launch there was nothing to wait for */
+     :: else -> mailbox[T] = 0
+     fi;
+#elif !defined(MUTANT_NO_BARRIER)
      apply_barrier();
 #endif
 #ifdef MUTANT_ACCEPTED_READ_EARLY
-     stream!GATHER(step, epoch); /* as the scheduler of the original did when it filtered a batch */
+     if /* as the scheduler of the original did when it filtered a batch */
+     :: kind == NGRAM -> stream!GATHER(step, epoch)
+     :: else
+     fi;
 #endif
      li = table;
      if

@@ -36,6 +36,8 @@ SOUND = {
     "no marker, one failure": "-DSTEPS=4 -DNO_MARKER -DMAXFAIL=1",
     "NGRAM, mailbox cleared": "-DSTEPS=4 -DWITH_NGRAM",
     "NGRAM, drafts snapshotted": "-DSTEPS=4 -DWITH_NGRAM -DNGRAM_RELAY",
+    # The original's bug: the coarse fence orders this gather by accident, the fine one does not (accepted_read_early).
+    "NGRAM, tokens gathered behind the coarse fence": "-DSTEPS=3 -DWITH_NGRAM -DMUTANT_ACCEPTED_READ_EARLY",
     "target and draft runner": "-DSTEPS=2 -DWITH_SPEC",
     "owner changes, three steps": "-DSTEPS=3 -DWITH_SPEC -DMAXRECYCLE=0",
     "target and draft runner, one failure": "-DSTEPS=2 -DWITH_SPEC -DMAXFAIL=1 -DMAXRECYCLE=0",
