@@ -1,6 +1,7 @@
 # make serve    sets everything up and serves the default model   (PORT=8000 MODEL=default ARGS="--max-running-requests 16")
 # make test     sets everything up and runs the tests             (ARGS="-k barrier -x")
 # make lint     ruff and mypy
+# make verify   checks the model of the barrier and its mutants   (needs spin: apt-get install spin)
 # make bench    jaxserve beside transformers, and the four ways to update control rows beside each other
 # make clean    removes what the other targets made
 #
@@ -24,7 +25,7 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 # Ahead of the server, so that the download is seen; if it fails, the server says why.
 FETCH := from jaxserve.models.loading.default_model import default_model_path as fetch; print('default model:', fetch())
 
-.PHONY: serve test bench lint clean
+.PHONY: serve test verify bench lint clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -33,6 +34,11 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Installs nothing: standard library, spin and a C compiler.
+verify:
+	@command -v spin >/dev/null || { echo "make verify needs spin; on Debian and Ubuntu: apt-get install spin" >&2; exit 2; }
+	$(PYTHON) verification/run.py $(ARGS)
 
 bench: $(INSTALLED) $(PEERS_PYTHON)
 	$(BIN)/python bench/run.py --peers-python "$(PEERS_PYTHON)" $(ARGS)

@@ -67,8 +67,8 @@ class SharedRows:
         self._timeout_s = timeout_s
         self.layout = layout
         self.updates = updates
-        # Enough that planning never waits for a block: the wait behind a launch that failed ends only when the host, which
-        # is planning, collects it.
+        # Enough that planning never waits for a block: the wait behind a launch that failed ends only when the host,
+        # which is planning, collects it.
         num_blocks = max(MIN_STAGING_BLOCKS, WRITES_PER_SLOT * layout.num_slots)
         self.stream = native.Stream(num_blocks, STAGING_BLOCK_BYTES, timeout_s)
         self.write_done = make_ring(native, "write_done")
