@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
@@ -42,9 +43,27 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
         raise ConfigError(f"attention backend {name!r} must be a subclass of AttentionBackend, got {backend!r}")
     if backend.attend is AttentionBackend.attend:
         raise ConfigError(f"attention backend {name!r} must define attend()")
-    if backend.shared_read_ends is AttentionBackend.shared_read_ends:
-        backend = type(backend.__name__, (_UnauditedReads, backend), {"name": name})
+    if _declares_nothing(backend):
+        backend = _unaudited(name, backend)
     _registered[name] = backend
+
+
+def _declares_nothing(backend: type[AttentionBackend]) -> bool:
+    return backend.shared_read_ends is AttentionBackend.shared_read_ends
+
+
+def _unaudited(name: str, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    return type(backend.__name__, (_UnauditedReads, backend), {"name": name})
+
+
+def as_registered(backend: AttentionBackend) -> AttentionBackend:
+    """The backend itself, or, for one from outside that declares nothing, a copy that answers UNKNOWN as if registered."""
+    kind = type(backend)
+    if kind in _BUILT_IN.values() or not _declares_nothing(kind):
+        return backend
+    taken = copy.copy(backend)
+    taken.__class__ = _unaudited(backend.name or kind.__name__, kind)
+    return taken
 
 
 def _load_entry_points() -> None:
