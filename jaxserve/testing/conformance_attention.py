@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ def check_attention(
     return found
 
 
-def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) -> list[Violation]:
+def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadata, list[np.ndarray]]:
+    """Metadata, and attention of both layers, on random contents that the case alone decides."""
     random = np.random.default_rng(case.page_size * 10 + case.heads)
     batch, queries = len(case.lengths), case.queries
     width = -(-(max(case.lengths) + queries) // case.page_size)
@@ -80,23 +82,31 @@ def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) 
     k, v = random.standard_normal((2, batch, queries, case.kv_heads, HEAD_DIM))
     shape = StepShape(case.mode, batch, queries, width, case.page_size)
 
-    def run(which: AttentionBackend) -> Any:
-        def program(data, q, k, v, slots, pages, lengths, tables, table_lengths, num_tokens):
-            num_tokens = num_tokens if case.num_tokens is not None else None
-            sampling = jnp.zeros((batch, 4), jnp.float32), jnp.zeros((batch, 4), jnp.int32)
-            metadata = which.prep(StepRows(slots, pages, lengths, *sampling), shape, num_tokens)
-            live = LiveRows(slots, tables, table_lengths, ffi=True)
-            step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens)
-            return metadata, [which.attend(step, layer, q, k, v) for layer in (0, 1)]
+    def program(data, q, k, v, slots, pages, lengths, tables, table_lengths, num_tokens):
+        num_tokens = num_tokens if case.num_tokens is not None else None
+        sampling = jnp.zeros((batch, 4), jnp.float32), jnp.zeros((batch, 4), jnp.int32)
+        metadata = backend.prep(StepRows(slots, pages, lengths, *sampling), shape, num_tokens)
+        live = LiveRows(slots, tables, table_lengths, ffi=True)
+        step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens)
+        return metadata, [backend.attend(step, layer, q, k, v) for layer in (0, 1)]
 
-        arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]
-        ints = [jnp.asarray(x, jnp.int32) for x in (slots, pages, case.lengths, live_tables, live_lengths)]
-        return jax.jit(program)(*arrays, *ints, jnp.int32(case.num_tokens or queries))
+    arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]
+    ints = [jnp.asarray(x, jnp.int32) for x in (slots, pages, case.lengths, live_tables, live_lengths)]
+    result = jax.jit(program)(*arrays, *ints, jnp.int32(case.num_tokens or queries))
+    metadata, layers = jax.tree.map(np.asarray, result)
+    return metadata, layers
 
-    metadata, layers = run(backend)
-    right_metadata, right_layers = run(XlaBackend())
+
+@functools.cache
+def _right(case: Case, dtype: Any) -> tuple[StepMetadata, list[np.ndarray]]:
+    return _run(XlaBackend(), case, dtype)
+
+
+def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) -> list[Violation]:
+    metadata, layers = _run(backend, case, dtype)
+    right_metadata, right_layers = _right(case, dtype)
     found = _compare_prep(case, metadata, right_metadata)
-    valid = queries if case.num_tokens is None else case.num_tokens
+    valid = case.queries if case.num_tokens is None else case.num_tokens
     for layer, (got, wanted) in enumerate(zip(layers, right_layers, strict=True)):
         kind = "full attention" if layer == 0 else f"window {WINDOW}"
         if got.shape != wanted.shape or got.dtype != wanted.dtype:

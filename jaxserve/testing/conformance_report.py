@@ -45,7 +45,7 @@ class ConformanceReport:
     """Result of ``examine_backend``.
 
     Attributes:
-        backend: its name.
+        backend: its class.
         declared: mode -> what it answered, as the runner gets to hear it.
         violations: everything wrong; empty for a backend that conforms.
         notes: what its author may want to know.
@@ -61,8 +61,9 @@ class ConformanceReport:
     @property
     def text(self) -> str:
         """Several lines to read: the verdict, what is wrong, what was declared and checked."""
-        verdict = f"{len(self.violations)} violations" if self.violations else "conforms"
-        lines = [f"attention backend {self.backend!r}: {verdict}"]
+        count = len(self.violations)
+        verdict = f"{count} violation" + "s" * (count > 1) if count else "conforms"
+        lines = [f"attention backend {self.backend}: {verdict}"]
         lines += [f"  VIOLATION {violation.message}" for violation in self.violations]
         lines += [f"  {mode.name} declares {ends.name}" for mode, ends in self.declared.items()]
         lines += [f"  checked: {check}" for check in self.checks]

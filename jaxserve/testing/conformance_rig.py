@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,10 +26,9 @@ from jaxserve.barrier.native import native_module
 from jaxserve.barrier.shared_rows import RowLayout, SharedRows
 from jaxserve.barrier.tickets import TICKET_WORDS, Event
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.loading.weights import dummy_model
+from jaxserve.models.loading.weights import LoadedModel, dummy_model
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.launch import Launch
@@ -38,6 +39,7 @@ from jaxserve.runner.step_runner import StepRunner
 MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND)
 LAYER_POINT = "conformance.before_layer"
 TIMEOUT_S = 20.0
+LONGEST_HOLD_S = 1.0  # of a layer, for a fence that should come before it
 GATE_S = 0.03  # how long a layer is held for a fence that should come only after it
 SNAPSHOT_STALL_US = 1000
 SLOTS, CONTEXT, VERIFY_TOKENS, CHUNK, CHUNK_USED = 4, 64, 4, 8, 6
@@ -55,6 +57,12 @@ def tiny_model_config() -> ModelConfig:
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8,
     }  # fmt: skip
     return ModelConfig.from_hf(raw, {}, source="conformance")
+
+
+@functools.cache
+def tiny_model(dtype: Any) -> LoadedModel:
+    """The model of every rig; weights are never written, so one will do."""
+    return dummy_model(tiny_model_config(), dtype)
 
 
 class WatchedBackend(AttentionBackend):
@@ -94,20 +102,22 @@ class WatchedBackend(AttentionBackend):
 class Rig:
     """One backend over a tiny model, with real shared rows.
 
+    Attributes:
+        is_synchronous: whether JAX was seen to run a program on the calling thread (host callbacks make it do so), where
+            nothing can be overwritten while it runs.
+
     Raises:
-        ConfigError: the native extension is missing, or JAX dispatches synchronously.
+        ConfigError: the native extension is missing.
     """
 
     def __init__(self, backend: AttentionBackend, page_size: int = 4, dtype: Any = jnp.float32):
         platform = jax.default_backend()
         self._points = native_module(platform).hold_points
-        if platform == "cpu" and not jax.config.read("jax_cpu_enable_async_dispatch"):
-            raise ConfigError("the conformance suite holds programs while they run: set jax_cpu_enable_async_dispatch")
         config = EngineConfig(
             model="conformance", page_size=page_size, context_length=CONTEXT, max_running_requests=SLOTS,
             hold_points=True, fence_timeout_s=TIMEOUT_S,
         )  # fmt: skip
-        self.model = dummy_model(tiny_model_config(), jnp.dtype(dtype))
+        self.model = tiny_model(jnp.dtype(dtype))
         width = CONTEXT // page_size
         self.layout = RowLayout(SLOTS, width)
         model = self.model.config
@@ -119,6 +129,7 @@ class Rig:
         self.runner = ModelRunner(self.model, self.watched, self.rows, self.kv, config, platform, name="conformance")
         buckets = Buckets((SLOTS,), (CHUNK,), (CONTEXT,), (VERIFY_TOKENS,))
         self.steps = StepRunner(self.runner, buckets, lambda label: None)
+        self.is_synchronous = False
         self._random = np.random.default_rng(11)
         self.right, self.poison = self._tables()
         self._pool = self._random.standard_normal(self.kv.shape).astype(np.float32)
@@ -170,8 +181,8 @@ class Rig:
         tokens = None if mode is ForwardMode.DECODE else drafted
         return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, tokens)
 
-    def launch(self, mode: ForwardMode) -> tuple[Launch, Event, float]:
-        """Writes the right tables, launches a step, returns it with the event of its declared read end and its time."""
+    def launch(self, mode: ForwardMode) -> tuple[Launch, Event]:
+        """Writes the right tables and launches a step; returns it with the event of its declared read end."""
         for name, values in self.right.items():
             self.rows.write_table(name, values)
         self.runner.pool = PagedKV(jnp.array(self._pool, self.kv.dtype))
@@ -180,7 +191,7 @@ class Rig:
         self.watched.asked.clear()
         launch = self.steps.execute(self._batch(mode), self.rows.publish(), wants_logprobs=True)
         event = self.runner.take_shared_read_done_event()
-        return launch, event or launch.step_done, time.perf_counter()
+        return launch, event or launch.step_done
 
     def _finish(self, launch: Launch) -> Outcome | None:
         """Results of a step; None if it failed."""
@@ -201,18 +212,22 @@ class Rig:
     @contextlib.contextmanager
     def _held(self, *, layer_delay_us: int = 0) -> Iterator[None]:
         self._points.delay("snapshot.before_reads", SNAPSHOT_STALL_US)
+        # A program that JAX runs on the calling thread would otherwise hold that thread for good.
+        opener = threading.Timer(LONGEST_HOLD_S, self._points.open, [LAYER_POINT])
         if layer_delay_us:
             self._points.delay(LAYER_POINT, layer_delay_us)
         else:
             self._points.close(LAYER_POINT)
+            opener.start()
         try:
             yield
         finally:
+            opener.cancel()
             self._points.clear()
 
     def coarse(self, mode: ForwardMode, poisoned: str | None = None) -> Outcome | None:
         """A step whose tables are overwritten, if at all, behind its full-execution fence: what is right."""
-        launch, _, _ = self.launch(mode)
+        launch, _ = self.launch(mode)
         if poisoned is not None:
             self.rows.wait(launch.step_done)
             self.rows.write_table(poisoned, self.poison[poisoned])
@@ -227,11 +242,13 @@ class Rig:
         is clear that the fence waits for the layer.
         """
         with self._held():
-            launch, event, _ = self.launch(mode)
+            start = time.monotonic()
+            launch, event = self.launch(mode)
+            self.is_synchronous |= time.monotonic() - start >= LONGEST_HOLD_S
             self.rows.wait(event)
             self.rows.write_table(table, self.poison[table])
             early = launch.read_ends in (SharedReadEnds.PRE_REPLAY, SharedReadEnds.IN_REPLAY)
-            deadline = time.monotonic() + (TIMEOUT_S / 2 if early else GATE_S)
+            deadline = time.monotonic() + (LONGEST_HOLD_S if early else GATE_S)
             while not self.rows.stream.is_done() and time.monotonic() < deadline:
                 time.sleep(0.0005)
             self._points.open(LAYER_POINT)
@@ -249,7 +266,7 @@ class Rig:
         for attempt in range(8):
             wait_s = low if attempt == 0 else (low + high) / 2
             with self._held(layer_delay_us=int(stall_ms * 1000)):
-                launch, event, _ = self.launch(mode)
+                launch, event = self.launch(mode)
                 event.sync(TIMEOUT_S)
                 start = time.perf_counter()
                 time.sleep(wait_s)
