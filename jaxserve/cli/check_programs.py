@@ -110,5 +110,5 @@ def _summary(reports: Sequence[ProgramReport]) -> str:
     if wrong:
         lines.append(f"{len(wrong)} of {len(reports)} programs are wrong")
     else:
-        lines.append(f"{len(reports)} programs proven: no shared row is read behind its fence, donated memory is reused")
+        lines.append(f"{len(reports)} programs proven: no shared read behind a fence, donated memory is reused")
     return "\n".join(lines)

@@ -11,7 +11,6 @@ from jaxserve.cli.parser import Parser
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.server.version import version
 
-
 COMMANDS = {
     "serve": serve,
     "generate": generate,

@@ -5,9 +5,9 @@
     def test_my_backend():
         backend_conformance(MyBackend())
 
-It launches the backend's real decode, verify and extend programs over a tiny model, overwrites one shared table after the
-other as soon as the declaration allows it, with the reads stalled, and compares with the full-execution fence. It also
-reads the compiled programs, because a late read that happens to change nothing is still one.
+It launches the backend's real decode, verify and extend programs over a tiny model, overwrites one shared table after
+the other as soon as the declaration allows it, with the reads stalled, and compares with the full-execution fence. It
+also reads the compiled programs, because a late read that happens to change nothing is still one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def examine_backend(
     rig = Rig(suite.backend, dtype=dtype)
     try:
         suite.violations += check_attention(suite.backend, page_sizes, dtype, tolerance, modes)
-        suite.done("prep and attention equal the XLA backend's", f"page sizes {', '.join(map(str, page_sizes))}")
+        suite.done("prep and attention against the XLA backend's", f"page sizes {', '.join(map(str, page_sizes))}")
         for mode in modes:
             suite.check_mode(rig, mode)
     finally:
@@ -122,7 +122,8 @@ class _Suite:
         for mode in (*ForwardMode, *reversed(ForwardMode)):
             answer = self.backend.shared_read_ends(mode)
             if not isinstance(answer, SharedReadEnds):
-                raise ConformanceError(self._only(f"shared_read_ends({mode.name}) answers {answer!r}, no SharedReadEnds"))
+                message = f"shared_read_ends({mode.name}) answers {answer!r}, no SharedReadEnds"
+                raise ConformanceError(ConformanceReport(self._name, {}, (Violation("purity", message, mode),), (), ()))
             self._compare_answer(mode, answer)
         after = dict(getattr(self.backend, "__dict__", {}))
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) is not after.get(key))
@@ -135,9 +136,6 @@ class _Suite:
         for mode in ForwardMode:
             self._compare_answer(mode, self.backend.shared_read_ends(mode))
         self.done("shared_read_ends is pure, and asked once per launch")
-
-    def _only(self, message: str) -> ConformanceReport:
-        return ConformanceReport(self._name, {}, (Violation("purity", message),), (), ())
 
     def _compare_answer(self, mode: ForwardMode, answer: SharedReadEnds) -> None:
         first = self._answers.setdefault(mode, answer)
@@ -170,7 +168,7 @@ class _Suite:
             how = f"under poison and stalls of {STALL_MS} ms before each layer, and {how}"
         self.done(f"{mode.name}: where shared rows are read, {how}", ", ".join(TABLES))
         if rig.is_synchronous:
-            self._notes.append(f"{mode.name} runs on the calling thread, so its tables could not be overwritten meanwhile")
+            self._notes.append(f"{mode.name} runs on the calling thread: its tables could not be overwritten meanwhile")
 
     def _check_compiled(self, rig: Rig, mode: ForwardMode, ends: SharedReadEnds) -> list[ReadViolation]:
         (key,) = [key for key in rig.steps.program_keys()[0] if key.shape.mode is mode]
@@ -193,7 +191,9 @@ class _Suite:
             message = f"{mode.name}: reads {tables} through step.live, but reads_live is False"
             self.violations.append(Violation("reads_live", message, mode, ends))
         if ends is SharedReadEnds.UNKNOWN and not live:
-            self._notes.append(f"{mode.name} is UNKNOWN, but reads nothing shared after the marker: IN_REPLAY would hold")
+            self._notes.append(
+                f"{mode.name} is UNKNOWN but reads nothing shared after the marker: IN_REPLAY would hold"
+            )
         return found
 
     def _compile_step(self, rig: Rig, key: ProgramKey) -> tuple[str, dict[str, int]]:
@@ -210,8 +210,8 @@ class _Suite:
             answer = child.shared_read_ends(mode)
             if answer > ends:
                 message = (
-                    f"{mode.name}: declares {ends.name}, but {attribute} ({child.name}), which serves the mode, declares "
-                    f"{answer.name}; a composite declares SharedReadEnds.max_of its parts"
+                    f"{mode.name}: declares {ends.name}, but {attribute} ({child.name}), which serves the mode, "
+                    f"declares {answer.name}; a composite declares SharedReadEnds.max_of its parts"
                 )
                 self.violations.append(Violation("delegation", message, mode, ends))
         if served:

@@ -1,8 +1,8 @@
 """Runs a backend's real step programs and poisons shared tables as soon as its declaration allows it.
 
-The programs, the runner, the tickets and the schedule stream are the engine's own; only the model is tiny. The backend is
-wrapped so that each layer passes a hold point before it runs, and so that what it finds in ``step.live`` is what lies in
-the shared buffers *after* that hold point: a read of live rows may be scheduled late by XLA, so here it is.
+The programs, the runner, the tickets and the schedule stream are the engine's own; only the model is tiny. The backend
+is wrapped so that each layer passes a hold point before it runs, and so that what it finds in ``step.live`` is what lies
+in the shared buffers *after* that hold point: a read of live rows may be scheduled late by XLA, so here it is.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Rig:
     """One backend over a tiny model, with real shared rows.
 
     Attributes:
-        is_synchronous: whether JAX was seen to run a program on the calling thread (host callbacks make it do so), where
-            nothing can be overwritten while it runs.
+        is_synchronous: whether JAX was seen to run a program on the calling thread (host callbacks make it do so),
+            where nothing can be overwritten while it runs.
 
     Raises:
         ConfigError: the native extension is missing.
@@ -178,8 +178,7 @@ class Rig:
             tokens = random.integers(0, 96, (1, CHUNK_USED)).astype(np.int32)
             return StepBatch(1, mode, ("a",), LIVE_SLOTS[:1], CONTEXT, tokens)
         drafted = random.integers(0, 96, (len(LIVE_SLOTS), VERIFY_TOKENS)).astype(np.int32)
-        tokens = None if mode is ForwardMode.DECODE else drafted
-        return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, tokens)
+        return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, None if mode is ForwardMode.DECODE else drafted)
 
     def launch(self, mode: ForwardMode) -> tuple[Launch, Event]:
         """Writes the right tables and launches a step; returns it with the event of its declared read end."""
@@ -197,7 +196,10 @@ class Rig:
         """Results of a step; None if it failed."""
         try:
             values = {name: np.asarray(value) for name, value in launch.sampled._asdict().items()}
-            values |= {"pool": np.asarray(self.runner.pool.data)[:, :, :, 1:], "relay": np.asarray(self.runner.relay)[:-1]}
+            values |= {
+                "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:],
+                "relay": np.asarray(self.runner.relay)[:-1],
+            }
         except Exception:  # whatever the execution raised; that it fails only when poisoned is the finding
             self.runner.channel.abandon_all()
             self.rows.recover()

@@ -271,7 +271,8 @@ class _Walk:
     def _holds_marker(self, computation: Computation) -> bool:
         if computation.name not in self._marked:
             self._marked[computation.name] = any(
-                self._is_marker(instruction) or any(self._holds_marker(called) for called in self._module.called_by(instruction))
+                self._is_marker(instruction)
+                or any(self._holds_marker(called) for called in self._module.called_by(instruction))
                 for instruction in computation.instructions
             )
         return self._marked[computation.name]

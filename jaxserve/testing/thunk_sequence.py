@@ -68,9 +68,7 @@ def read_thunks(folder: Path, module: Module) -> list[Thunk]:
     names: dict[int, str] = {}
     for metadata in folder.glob(f"*{METADATA}"):
         names |= {int(number): name for name, number in _NAMED.findall(metadata.read_text())}
-    targets = {
-        i.name: i.attribute("custom_call_target") for c in module.computations.values() for i in c.instructions
-    }
+    targets = {i.name: i.attribute("custom_call_target") for c in module.computations.values() for i in c.instructions}
     thunks: list[Thunk] = []
     enclosing: list[tuple[int, int | None]] = []  # (indentation, graph; None: a branch or loop)
     num_graphs = 0

@@ -57,7 +57,7 @@ class Checkpoint:
 
 
 def open_model_config(path: str | Path) -> ModelConfig:
-    """What ``config.json`` or GGUF metadata say about a model; reads neither weights nor tokenizer, which may be absent.
+    """What ``config.json`` or GGUF metadata say about a model. Weights and tokenizer are not read and may be absent.
 
     Raises:
         ModelLoadError: no such path, or a missing or damaged file; names it.
