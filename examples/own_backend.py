@@ -42,7 +42,7 @@ class PlainBackend(AttentionBackend):
 
 
 class AuditedBackend(PlainBackend):
-    """The same, with its author's word that no shared row is read after the marker; ``test_own_backend.py`` proves it."""
+    """The same, with its author's word that no shared row is read late; ``test_own_backend.py`` proves it."""
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.IN_REPLAY

@@ -57,7 +57,7 @@ def _unaudited(name: str, backend: type[AttentionBackend]) -> type[AttentionBack
 
 
 def as_registered(backend: AttentionBackend) -> AttentionBackend:
-    """A backend as registration would take it: one from outside that declares nothing becomes a copy answering UNKNOWN."""
+    """A backend as registration would take it: one that declares nothing becomes a copy that answers UNKNOWN."""
     kind = type(backend)
     if kind in _BUILT_IN.values() or not _declares_nothing(kind):
         return backend

@@ -97,7 +97,9 @@ def pool_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_byt
     return min(wanted, affordable)
 
 
-def assemble(config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]) -> EngineParts:
+def assemble(
+    config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]
+) -> EngineParts:
     """Loads the model and builds everything around it; compiles nothing yet.
 
     Raises:

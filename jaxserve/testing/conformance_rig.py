@@ -1,8 +1,8 @@
 """Runs a backend's real step programs and poisons shared tables as soon as its declaration allows it.
 
 The programs, the runner, the tickets and the schedule stream are the engine's own; only the model is tiny. The backend
-is wrapped so that each layer passes a hold point before it runs, and so that what it finds in ``step.live`` is what lies
-in the shared buffers *after* that hold point: a read of live rows may be scheduled late by XLA, so here it is.
+is wrapped so that each layer passes a hold point before it runs, and so that what it finds in ``step.live`` is what
+lies in the shared buffers *after* that hold point: XLA may schedule a read of live rows late, so here it does.
 """
 
 from __future__ import annotations
