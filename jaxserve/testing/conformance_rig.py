@@ -42,6 +42,7 @@ TIMEOUT_S = 20.0
 LONGEST_HOLD_S = 1.0  # of a layer, for a fence that should come before it
 GATE_S = 0.03  # how long a layer is held for a fence that should come only after it
 SNAPSHOT_STALL_US = 1000
+DEVICE_STALL_US = 20_000
 SLOTS, CONTEXT, VERIFY_TOKENS, CHUNK, CHUNK_USED = 4, 64, 4, 8, 6
 LIVE_SLOTS = np.array([2, 0, 3], np.int32)  # one row of the batch bucket stays padding
 
@@ -130,6 +131,8 @@ class Rig:
         buckets = Buckets((SLOTS,), (CHUNK,), (CONTEXT,), (VERIFY_TOKENS,))
         self.steps = StepRunner(self.runner, buckets, lambda label: None)
         self.is_synchronous = False
+        # On a GPU the dispatching thread passes hold points, and a delay stalls the device: a gate would stop the host.
+        self._device_stall_us = 0 if platform == "cpu" else DEVICE_STALL_US
         self._random = np.random.default_rng(11)
         self.right, self.poison = self._tables()
         self._pool = self._random.standard_normal(self.kv.shape).astype(np.float32)
@@ -197,7 +200,7 @@ class Rig:
         try:
             values = {name: np.asarray(value) for name, value in launch.sampled._asdict().items()}
             values |= {
-                "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:],
+                "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:].astype(np.float32),
                 "relay": np.asarray(self.runner.relay)[:-1],
             }
         except Exception:  # whatever the execution raised; that it fails only when poisoned is the finding
@@ -243,7 +246,7 @@ class Rig:
         Reads are stalled: the snapshot by a delay, and the first layer until the poison lies in the table, or until it
         is clear that the fence waits for the layer.
         """
-        with self._held():
+        with self._held(layer_delay_us=self._device_stall_us):
             start = time.monotonic()
             launch, event = self.launch(mode)
             self.is_synchronous |= time.monotonic() - start >= LONGEST_HOLD_S
@@ -264,7 +267,8 @@ class Rig:
 
         Every layer is delayed by ``stall_ms``. None: not seen, the machine was too busy.
         """
-        low, high, longest = 0.0, 0.0, None
+        low, high = 0.0, 0.0
+        longest: float | None = None
         for attempt in range(8):
             wait_s = low if attempt == 0 else (low + high) / 2
             with self._held(layer_delay_us=int(stall_ms * 1000)):
@@ -276,13 +280,15 @@ class Rig:
                 self.rows.stream.sync()
                 late = time.perf_counter() - start
                 outcome = self._finish(launch)
-            if attempt == 0:
-                high = time.perf_counter() - start
-            if differ(outcome, right):
-                longest = max(longest or 0.0, late * 1e3)
-                low = max(low, wait_s)
-            else:
-                high = min(high, wait_s)
+                ended = time.perf_counter() - start
+            if not differ(outcome, right):
+                if attempt == 0:
+                    return None
+                high = wait_s
+                continue
+            longest = max(longest or 0.0, late * 1e3)
+            low = wait_s
+            high = ended if attempt == 0 else high
         return longest
 
 
