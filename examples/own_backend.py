@@ -29,17 +29,20 @@ class PlainBackend(AttentionBackend):
         cached = keys.shape[2]
         keys = jnp.concatenate([keys, k.transpose(2, 0, 1, 3)], axis=2).repeat(group, axis=0)  # [H, B, S + Q, D]
         values = jnp.concatenate([values, v.transpose(2, 0, 1, 3)], axis=2).repeat(group, axis=0)
-        position = jnp.arange(cached + queries)
-        in_context = position < step.metadata.lengths[:, None, None]  # [B, 1, S + Q]
-        new = (position >= cached) & (position - cached <= jnp.arange(queries)[:, None])  # [Q, S + Q]
+        is_cached = jnp.arange(cached + queries) < cached
+        lengths = step.metadata.lengths[:, None, None]
+        position = jnp.arange(cached + queries) + jnp.where(is_cached, 0, lengths - cached)  # [B, 1, S + Q]
+        own_position = lengths + jnp.arange(queries)[:, None]  # [B, Q, 1]
+        seen = jnp.where(is_cached, position < lengths, position <= own_position)
+        if step.windows[layer] is not None:
+            seen &= position > own_position - step.windows[layer]
         scores = jnp.einsum("bqhd,hbsd->hbqs", q, keys) * dim**-0.5
-        seen = jnp.where(position < cached, in_context, new)
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.einsum("hbqs,hbsd->bqhd", weights, values).astype(q.dtype)
 
 
 class AuditedBackend(PlainBackend):
-    """The same, with its author's word that nothing shared is read after the marker."""
+    """The same, with its author's word that no shared row is read late; ``test_own_backend.py`` proves it."""
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
         return SharedReadEnds.IN_REPLAY

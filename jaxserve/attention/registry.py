@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
@@ -43,14 +44,31 @@ def register_attention_backend(name: str, backend: type[AttentionBackend]) -> No
     if backend.attend is AttentionBackend.attend:
         raise ConfigError(f"attention backend {name!r} must define attend()")
     if not _declares_itself(backend):
-        backend = type(backend.__name__, (_UnauditedReads, backend), {"name": name})
+        backend = _unaudited(name, backend)
     _registered[name] = backend
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("jaxserve.attention.")
 
 
 def _declares_itself(backend: type[AttentionBackend]) -> bool:
     """Whether its author, not only a class of ours that it derives from, says where its reads end."""
-    own = [cls for cls in backend.__mro__ if not cls.__module__.startswith("jaxserve.attention.")]
-    return any("shared_read_ends" in vars(cls) for cls in own)
+    return any("shared_read_ends" in vars(cls) for cls in backend.__mro__ if not _is_ours(cls))
+
+
+def _unaudited(name: str, backend: type[AttentionBackend]) -> type[AttentionBackend]:
+    return type(backend.__name__, (_UnauditedReads, backend), {"name": name})
+
+
+def as_registered(backend: AttentionBackend) -> AttentionBackend:
+    """A backend as registration would take it: one that declares nothing becomes a copy that answers UNKNOWN."""
+    kind = type(backend)
+    if _is_ours(kind) or _declares_itself(kind):
+        return backend
+    taken = copy.copy(backend)
+    taken.__class__ = _unaudited(backend.name or kind.__name__, kind)
+    return taken
 
 
 def _load_entry_points() -> None:

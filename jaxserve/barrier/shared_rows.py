@@ -120,6 +120,10 @@ class SharedRows:
         """Points a released slot's first ``num_pages`` entries at the null page, so that no stale row names a page."""
         self.set_pages(slot, 0, [0] * num_pages)
 
+    def write_table(self, name: str, values: np.ndarray) -> None:
+        """Writes every row of a buffer (``RowLayout.shapes`` names it); tests also poison buffers with it."""
+        self._write(name, np.arange(values.shape[0], dtype=np.int32), values)
+
     def publish(self) -> int:
         """Records the writes so far; returns the generation the next launch must wait for (0: nothing to wait for)."""
         if self.updates == "upload":
@@ -144,7 +148,7 @@ class SharedRows:
             failure = str(error)
         self.stream.reset()
         for name, mirror in self._mirror.items():
-            self._write(name, np.arange(mirror.shape[0], dtype=np.int32), mirror.copy())
+            self.write_table(name, mirror.copy())
         return failure
 
     def arrays(self) -> list[jax.Array]:

@@ -6,10 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxserve.cli import chat, collect_env, generate, serve
+from jaxserve.cli import chat, check_programs, collect_env, generate, serve
 from jaxserve.cli.parser import Parser
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.server.version import version
+
+COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "check-programs": check_programs,
+    "collect-env": collect_env,
+}
 
 
 def build_parser() -> Parser:
@@ -17,7 +25,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="jaxserve", description="Serves Flax language models on JAX/XLA.")
     parser.add_argument("--version", action="version", version=f"jaxserve {version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, module in (("serve", serve), ("generate", generate), ("chat", chat), ("collect-env", collect_env)):
+    for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0].split(": ", 1)[1]
         command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)

@@ -76,7 +76,7 @@ def available_memory_bytes(platform: str) -> int:
     return int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0))
 
 
-def _num_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int) -> int:
+def pool_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int) -> int:
     """Pages of the pool, the null page included: as configured, or what the context, slots and memory call for."""
     if config.num_pages is not None:
         if config.num_pages * config.page_size < 2:
@@ -134,7 +134,7 @@ def assemble(
     kv = KVLayout(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size, jnp.dtype(dtype)
     )
-    num_pages = _num_pages(config, kv, context_length, available_memory_bytes(platform))
+    num_pages = pool_pages(config, kv, context_length, available_memory_bytes(platform))
     kv = KVLayout(kv.num_layers, kv.num_kv_heads, kv.head_dim, num_pages, kv.page_size, kv.dtype)
     progress(f"KV pool: {num_pages - 1} pages of {kv.page_size} tokens, {kv.bytes_per_page * num_pages // MIB} MiB")
 

@@ -37,7 +37,7 @@ class ProgramCache:
         self.kind = kind
         self._make = make
         self._arguments = arguments
-        self._donate = donate
+        self.donate = donate
         self._late = late
         self._compiled: dict[ProgramKey, Any] = {}
         self.warm = False
@@ -53,11 +53,16 @@ class ProgramCache:
 
     def lower(self, key: ProgramKey) -> Any:
         """The lowered program of ``key`` (``jax.stages.Lowered``), for compilation or inspection."""
+        function, arguments = self.traceable(key)
+        # Unused arguments stay: every program of a kind then takes the same list, and parameter numbers mean the same.
+        jitted = jax.jit(function, donate_argnums=self.donate, keep_unused=True)
+        return jitted.lower(*arguments)
+
+    def traceable(self, key: ProgramKey) -> tuple[Callable, tuple]:
+        """The function of ``key`` and its abstract arguments, for whoever compiles it for another machine."""
         function = self._make(key)
         function.__name__ = f"{self.kind}_{key.shape.mode.name.lower()}_{key.shape.batch}x{key.shape.queries}"
-        # Unused arguments stay: every program of a kind then takes the same list, and parameter numbers mean the same.
-        jitted = jax.jit(function, donate_argnums=self._donate, keep_unused=True)
-        return jitted.lower(*self._arguments(key))
+        return function, self._arguments(key)
 
     def call(self, key: ProgramKey, *arguments: Any) -> Any:
         """Launches the program of ``key``.

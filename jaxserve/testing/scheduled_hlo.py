@@ -42,6 +42,25 @@ def uses_after(
     Raises:
         ValueError: the module isn't scheduled, holds no such marker, or has no such parameter.
     """
+    return _findings(hlo_text, parameters, marker_target, concurrent=concurrent)
+
+
+def reads_of(hlo_text: str, parameters: Sequence[int | str]) -> list[str]:
+    """Every use of these parameters: what must be empty for a program whose reads ended before it was launched.
+
+    Args:
+        hlo_text: a scheduled module, as for ``uses_after``.
+        parameters: as for ``uses_after``.
+
+    Raises:
+        ValueError: the module isn't scheduled, or has no such parameter.
+    """
+    return _findings(hlo_text, parameters, None, concurrent=False)
+
+
+def _findings(
+    hlo_text: str, parameters: Sequence[int | str], marker_target: str | None, *, concurrent: bool
+) -> list[str]:
     module = parse_module(hlo_text)
     if not module.is_scheduled:
         raise ValueError("this HLO is not scheduled: its order proves nothing; pass the text of a compiled program")
@@ -125,8 +144,8 @@ class _Walk:
         findings: the uses found, in order, each once.
     """
 
-    def __init__(self, module: Module, marker_target: str, concurrent: bool):
-        self.marker_seen = False
+    def __init__(self, module: Module, marker_target: str | None, concurrent: bool):
+        self.marker_seen = marker_target is None  # no marker: every read counts
         self.findings: list[str] = []
         self._module = module
         self._marker_target = marker_target
@@ -172,7 +191,7 @@ class _Walk:
                 return operands[0]
             return _inside(operands[0], (_RESULT,)) if operands else {}
         self._read(computation, instruction, operands)
-        if _target(instruction) == self._marker_target:
+        if self._is_marker(instruction):
             self.marker_seen = True
         aliased = [_under(_inside(operands[n], path), out) for out, n, path in instruction.output_aliases()]
         return _union(*aliased)
@@ -208,7 +227,7 @@ class _Walk:
     def _start(self, computation: Computation, instruction: Instruction, operands: list[Aliases]) -> Aliases:
         """An asynchronous operation reads its operands until its ``-done``; a marker's reads are its own affair."""
         called = self._module.called_by(instruction)[:1]
-        is_marker = _target(instruction) == self._marker_target or any(map(self._holds_marker, called))
+        is_marker = self._is_marker(instruction) or any(map(self._holds_marker, called))
         if not is_marker:
             self._read(computation, instruction, operands)
         result: Aliases = {}
@@ -241,15 +260,18 @@ class _Walk:
     def _reason(self, instruction: Instruction) -> str:
         """Why a read by this instruction, now, is not behind us when the marker's event fires; empty if it is."""
         if self.marker_seen:
-            return f"after the marker {self._marker_target}"
+            return f"after the marker {self._marker_target}" if self._marker_target else "inside the program"
         if self._before_marker is None or self._before_marker & {instruction.name, *self._callers}:
             return ""
         return f"and nothing makes the marker {self._marker_target} wait for it"
 
+    def _is_marker(self, instruction: Instruction) -> bool:
+        return self._marker_target is not None and _target(instruction) == self._marker_target
+
     def _holds_marker(self, computation: Computation) -> bool:
         if computation.name not in self._marked:
             self._marked[computation.name] = any(
-                _target(instruction) == self._marker_target
+                self._is_marker(instruction)
                 or any(self._holds_marker(called) for called in self._module.called_by(instruction))
                 for instruction in computation.instructions
             )
@@ -262,7 +284,7 @@ class _Walk:
             by_name = {instruction.name: instruction for instruction in computation.instructions}
             pending = []
             for instruction in computation.instructions:
-                if _target(instruction) == self._marker_target:
+                if self._is_marker(instruction):
                     done.add(instruction.name)
                     pending.append(instruction)
                 elif any(self._holds_marker(called) for called in self._module.called_by(instruction)):

@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepShape
 from jaxserve.attention.paged_kv import KVLayout
 from jaxserve.barrier.shared_rows import RowLayout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import model_class_for
+from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.step_program import ProgramKey, RowSource, make_prep_program, make_step_program
 
@@ -40,14 +39,10 @@ def step_program(
     ends = backend.shared_read_ends(mode)
     source = RowSource.PRIVATE if ends is SharedReadEnds.PRE_REPLAY else RowSource.SNAPSHOT
     key = ProgramKey(StepShape(mode, batch, queries, width, page_size), source, end_record=True)
-    abstract = nnx.eval_shape(lambda: model_class_for(config)(config, dtype, nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-    leaves, treedef = jax.tree.flatten(state)
+    model = abstract_model(config, dtype)
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
-    function = make_step_program(
-        key, backend, lambda values: nnx.merge(graphdef, jax.tree.unflatten(treedef, values)), config.attention_windows
-    )
-    return function, step_arguments(key, RowLayout(batch, width), leaves, kv)
+    function = make_step_program(key, backend, model.bind, config.attention_windows)
+    return function, step_arguments(key, RowLayout(batch, width), model.leaves, kv)
 
 
 def prep_program(

@@ -56,6 +56,24 @@ class Checkpoint:
         object.__setattr__(self, "model_config", config)
 
 
+def open_model_config(path: str | Path) -> ModelConfig:
+    """What ``config.json`` or GGUF metadata say about a model. Weights and tokenizer are not read and may be absent.
+
+    Raises:
+        ModelLoadError: no such path, or a missing or damaged file; names it.
+    """
+    path = Path(path)
+    if (path / "config.json").is_file():
+        generation_config = _optional_json(path / "generation_config.json")
+        return ModelConfig.from_hf(read_json(path / "config.json"), generation_config, source=str(path))
+    found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    if len(found) != 1:
+        raise ModelLoadError(f"{path}: wanted a folder with config.json (or one .gguf file), found neither")
+    if not found[0].is_file():
+        raise ModelLoadError(f"{path}: no such file or folder; give a Hugging Face folder, a .gguf file or 'default'")
+    return ModelConfig.from_hf(GgufFile(found[0]).config, {}, source=str(path))
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a Hugging Face folder or a ``.gguf`` file; weights are not read yet.
 

@@ -101,6 +101,16 @@ def dummy_model(config: ModelConfig, dtype: Any, seed: int = 0) -> LoadedModel:
     return LoadedModel(graphdef, treedef, leaves, config)
 
 
+def abstract_model(config: ModelConfig, dtype: Any) -> LoadedModel:
+    """A model whose leaves are shapes and dtypes alone: enough to compile its programs; allocates nothing.
+
+    Raises:
+        ModelLoadError: an unknown architecture.
+    """
+    graphdef, treedef, leaves = _abstract(registered_model_for(config).model_class, config, dtype)
+    return LoadedModel(graphdef, treedef, list(leaves.values()), config)  # type: ignore[arg-type]
+
+
 def _abstract(model_class: Any, config: ModelConfig, dtype: Any) -> tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]:
     """Structure of the model and its parameters by path, in the order of the leaves; allocates nothing."""
     model = nnx.eval_shape(lambda: model_class(config, dtype, nnx.Rngs(0)))

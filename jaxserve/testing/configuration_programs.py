@@ -1,0 +1,138 @@
+"""Every program of an engine configuration, compiled and examined without weights and, for an H100, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import SharedReadEnds
+from jaxserve.attention.paged_kv import KVLayout
+from jaxserve.attention.registry import make_backend
+from jaxserve.barrier.native import native_module
+from jaxserve.barrier.shared_rows import RowLayout
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.core.shapes import ceil_div
+from jaxserve.engine.assembly import pool_pages, resolve_model_path
+from jaxserve.models.loading.checkpoint import open_model_config
+from jaxserve.models.loading.weights import abstract_model
+from jaxserve.runner.buckets import make_buckets
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.step_program import ProgramKey
+from jaxserve.runner.step_runner import StepRunner
+from jaxserve.testing import deviceless
+from jaxserve.testing.hlo_text import parse_module
+from jaxserve.testing.program_report import ProgramReport, examine, fence_of
+from jaxserve.testing.thunk_sequence import GraphUse, graph_use, read_thunks
+
+TARGETS = ("cpu", "h100")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a configuration, not compiled yet."""
+
+    cache: ProgramCache
+    key: ProgramKey
+    ends: SharedReadEnds
+
+    @property
+    def name(self) -> str:
+        """``step decode[batch=8,tokens=1,width=16]``."""
+        return f"{self.cache.kind} {self.key.label}"
+
+
+class ConfigurationPrograms:
+    """The programs an engine with this configuration would compile at start.
+
+    Args:
+        config: engine settings. Of the model only ``config.json``, or the header of the GGUF file, is read.
+        target: ``"cpu"`` or ``"h100"``.
+        verify_tokens: tokens per row of verify programs to add; none exist without speculation.
+
+    Raises:
+        ConfigError: settings that cannot work, a native extension that is not built, or a target that cannot be
+            compiled for here.
+        ModelLoadError: the model's configuration.
+    """
+
+    def __init__(self, config: EngineConfig, target: str = "cpu", verify_tokens: tuple[int, ...] = ()):
+        if target not in TARGETS:
+            raise ConfigError(f"--target must be one of {', '.join(TARGETS)}, got {target!r}")
+        if target == "h100" and (reason := deviceless.why_not()):
+            raise ConfigError(f"can't compile for an H100: {reason}")
+        platform = "cpu" if target == "cpu" else "cuda"
+        native_module(platform)
+        self.target = target
+        model_config = open_model_config(resolve_model_path(config.model))
+        dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
+        backend = make_backend(config, platform, dtype)
+        context_length = config.context_length or model_config.max_position_embeddings
+        buckets = make_buckets(config, context_length, backend.width_buckets)
+        buckets = dataclasses.replace(buckets, verify_tokens=verify_tokens)
+        one_page = KVLayout(
+            model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size,
+            jnp.dtype(dtype),
+        )  # fmt: skip
+        self._kv = dataclasses.replace(one_page, num_pages=pool_pages(config, one_page, context_length, 1 << 62))
+        # As much of a ModelRunner as a StepRunner needs to make programs: sizes, and no array.
+        runner = SimpleNamespace(
+            backend=backend,
+            model=abstract_model(model_config, jnp.dtype(dtype)),
+            kv=self._kv,
+            rows=SimpleNamespace(
+                layout=RowLayout(config.max_running_requests, ceil_div(context_length, config.page_size))
+            ),
+            config=config,
+            has_marker=config.shared_read_marker,
+        )
+        self._has_marker = config.shared_read_marker
+        self._num_leaves = len(runner.model.leaves)
+        self._runner = StepRunner(cast(Any, runner), buckets, lambda label: None)
+
+    def programs(self) -> list[Program]:
+        """All of them: preps first, then steps, each as the engine orders them."""
+        steps, preps = self._runner.program_keys()
+        ends = {key.shape.mode: self._runner._resolve_shared_read_ends(key.shape.mode) for key in steps}
+        caches = [(self._runner.preps, preps), (self._runner.steps, steps)]
+        return [Program(cache, key, ends[key.shape.mode]) for cache, keys in caches for key in keys]
+
+    def reports(self) -> Iterator[ProgramReport]:
+        """Compiles and examines one program after the other."""
+        return (self.report(program) for program in self.programs())
+
+    def report(self, program: Program) -> ProgramReport:
+        """Compiles a program and examines it."""
+        is_prep = program.cache is self._runner.preps
+        start = time.monotonic()
+        text, graphs = self._compile(program)
+        return examine(
+            program.name,
+            text,
+            fence_of(program.key.source, program.ends, is_prep=is_prep, has_marker=self._has_marker),
+            program.ends,
+            donated={} if is_prep else {"pool": self._num_leaves, "relay": self._num_leaves + 1},
+            pool_shape=None if is_prep else self._kv.shape,
+            seconds=time.monotonic() - start,
+            graphs=graphs,
+        )
+
+    def _compile(self, program: Program) -> tuple[str, GraphUse | None]:
+        function, arguments = program.cache.traceable(program.key)
+        donate = program.cache.donate
+        if self.target == "cpu":
+            jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                return jitted.lower(*arguments).compile().as_text() or "", None
+        with tempfile.TemporaryDirectory(prefix="jaxserve-thunks-") as folder:
+            options: dict[str, object] = {"xla_dump_to": folder}
+            text = deviceless.compile_for_h100(function, *arguments, donate=donate, options=options).as_text() or ""
+            return text, graph_use(read_thunks(Path(folder), parse_module(text)))

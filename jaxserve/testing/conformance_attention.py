@@ -1,0 +1,138 @@
+"""Compares a backend's prep and attention with the XLA backend's on random metadata."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape
+from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.attention.xla import XlaBackend
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.testing.conformance_report import Violation
+
+HEADS = ((4, 4), (6, 2), (4, 1))  # (query heads, KV heads)
+HEAD_DIM = 16
+WINDOW = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of step; layer 0 sees everything, layer 1 a window."""
+
+    mode: ForwardMode
+    page_size: int
+    heads: int
+    kv_heads: int
+    queries: int
+    lengths: tuple[int, ...]
+    num_tokens: int | None  # valid ones of an EXTEND chunk
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"{self.mode.name}, page size {self.page_size}, {self.heads} heads over {self.kv_heads}"
+
+
+def cases(page_sizes: Sequence[int]) -> list[Case]:
+    """Every mode with every page size; head counts go round, so that each mode meets each."""
+    sizes = {
+        ForwardMode.DECODE: (1, (0, 1, 18, 37), None),
+        ForwardMode.TARGET_VERIFY: (4, (5, 0, 31), None),
+        ForwardMode.EXTEND: (8, (21,), 6),
+    }
+    made = []
+    for (i, page_size), (j, mode) in itertools.product(enumerate(page_sizes), enumerate(sizes)):
+        heads, kv_heads = HEADS[(i + j) % len(HEADS)]
+        queries, lengths, num_tokens = sizes[mode]
+        made.append(Case(mode, page_size, heads, kv_heads, queries, lengths, num_tokens))
+    return made
+
+
+def check_attention(
+    backend: AttentionBackend, page_sizes: Sequence[int], dtype: Any, tolerance: float, modes: Sequence[ForwardMode]
+) -> list[Violation]:
+    """What differs; nothing for a backend that computes what the XLA backend computes."""
+    found: list[Violation] = []
+    for case in cases(page_sizes):
+        if case.mode in modes:
+            found += _check(backend, case, dtype, tolerance)
+    return found
+
+
+def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadata, list[np.ndarray]]:
+    """Metadata, and attention of both layers, on random contents that the case alone decides."""
+    random = np.random.default_rng(case.page_size * 10 + case.heads)
+    batch, queries = len(case.lengths), case.queries
+    width = -(-(max(case.lengths) + queries) // case.page_size)
+    num_pages = 1 + batch * width
+    data = random.standard_normal((2, 2, case.kv_heads, num_pages, case.page_size, HEAD_DIM))
+    pages = random.permutation(np.arange(1, num_pages)).reshape(batch, width).astype(np.int32)
+    slots = random.permutation(batch).astype(np.int32)
+    live_tables, live_lengths = np.zeros_like(pages), np.zeros((batch, 1), np.int32)
+    live_tables[slots], live_lengths[slots, 0] = pages, case.lengths
+    q = random.standard_normal((batch, queries, case.heads, HEAD_DIM))
+    k, v = random.standard_normal((2, batch, queries, case.kv_heads, HEAD_DIM))
+    shape = StepShape(case.mode, batch, queries, width, case.page_size)
+
+    def program(data, q, k, v, slots, pages, lengths, tables, table_lengths, num_tokens):
+        num_tokens = num_tokens if case.num_tokens is not None else None
+        sampling = jnp.zeros((batch, 4), jnp.float32), jnp.zeros((batch, 4), jnp.int32)
+        metadata = backend.prep(StepRows(slots, pages, lengths, *sampling), shape, num_tokens)
+        live = LiveRows(slots, tables, table_lengths, ffi=True)
+        step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens)
+        return metadata, [backend.attend(step, layer, q, k, v) for layer in (0, 1)]
+
+    arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]
+    ints = [jnp.asarray(x, jnp.int32) for x in (slots, pages, case.lengths, live_tables, live_lengths)]
+    result = jax.jit(program)(*arrays, *ints, jnp.int32(case.num_tokens or queries))
+    metadata, layers = jax.tree.map(np.asarray, result)
+    return metadata, layers
+
+
+@functools.cache
+def _right(case: Case, dtype: Any) -> tuple[StepMetadata, list[np.ndarray]]:
+    return _run(XlaBackend(), case, dtype)
+
+
+def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) -> list[Violation]:
+    metadata, layers = _run(backend, case, dtype)
+    right_metadata, right_layers = _right(case, dtype)
+    found = _compare_prep(case, metadata, right_metadata)
+    valid = case.queries if case.num_tokens is None else case.num_tokens
+    for layer, (got, wanted) in enumerate(zip(layers, right_layers, strict=True)):
+        kind = "full attention" if layer == 0 else f"window {WINDOW}"
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
+            message = f"{case.text}: attend() returns {got.dtype}{got.shape}, wanted {wanted.dtype}{wanted.shape}"
+            return [*found, Violation("attention", message, case.mode)]
+        error = np.abs(np.asarray(got, np.float32) - np.asarray(wanted, np.float32))[:, :valid]
+        error = np.where(np.isnan(error), np.inf, error)
+        if error.max() > tolerance:
+            row, query, head, _ = (int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
+            message = (
+                f"{case.text}, {kind}: attention is off by {error.max():.2g} from the XLA backend's "
+                f"(batch row {row} of context {case.lengths[row]}, new token {query}, head {head})"
+            )
+            found.append(Violation("attention", message, case.mode))
+    return found
+
+
+def _compare_prep(case: Case, found: StepMetadata, right: StepMetadata) -> list[Violation]:
+    """New tokens must go where the pool expects them, and padding to the null page."""
+    valid = case.queries if case.num_tokens is None else case.num_tokens
+    for name in ("write_pages", "write_offsets"):
+        got, wanted = np.asarray(getattr(found, name)), np.asarray(getattr(right, name))
+        if not np.array_equal(got[:, :valid], wanted[:, :valid]):
+            message = f"{case.text}: prep() puts new tokens elsewhere: {name} {got.tolist()}, wanted {wanted.tolist()}"
+            return [Violation("prep", message, case.mode)]
+    if np.any(np.asarray(found.write_pages)[:, valid:]):
+        message = f"{case.text}: prep() lets padding tokens write to a page other than the null page"
+        return [Violation("prep", message, case.mode)]
+    return []
