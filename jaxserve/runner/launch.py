@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.barrier.tickets import Event
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.sampler import Sampled
 
@@ -39,7 +40,6 @@ class Launch:
     step_done: Event
     sampled: Sampled
     wants_logprobs: bool = False
-    read_done: Event | None = None
 
     def is_done(self) -> bool:
         """Polls: the execution has ended, well or not."""
@@ -47,7 +47,7 @@ class Launch:
 
     def collect(self) -> StepResult:
         """Blocks until the results are on the host. Raises whatever the execution raised."""
-        rows = len(self.batch.owners) * (self.sampled.tokens.shape[0] // max(1, self._padded_rows()))
+        rows = len(self.batch.owners) * self._results_per_row()
         tokens = np.asarray(self.sampled.tokens)[:rows]
         finite = np.asarray(self.sampled.finite)[:rows]
         if self.wants_logprobs:  # three more transfers, so only on request
@@ -58,7 +58,8 @@ class Launch:
             logprobs = top_ids = top_logprobs = np.zeros(0)
         return StepResult(tokens, logprobs, top_ids, top_logprobs, finite)
 
-    def _padded_rows(self) -> int:
-        tokens = self.batch.tokens
-        queries = tokens.shape[1] if tokens is not None and self.batch.mode.name == "TARGET_VERIFY" else 1
-        return self.sampled.tokens.shape[0] // queries
+    def _results_per_row(self) -> int:
+        if self.batch.mode is not ForwardMode.TARGET_VERIFY:
+            return 1
+        assert self.batch.tokens is not None
+        return self.batch.tokens.shape[1]
