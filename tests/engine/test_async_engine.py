@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rig import check_idle, greedy, make_engine, prompt_of
 
+from jaxserve.barrier.native import native_module
 from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest
 from jaxserve.core.request import OutputDelta
 from jaxserve.core.sampling_params import SamplingParams
@@ -105,12 +106,17 @@ async def a_stream_that_is_left_aborts(engine: AsyncEngine, oracle) -> None:
     with pytest.raises(StopAsyncIteration):
         await anext(closed)
 
-    held = engine.generate(prompt_of(5), greedy(120))  # so that only the cancellation can end it
-    cancelled = asyncio.create_task(ids_of(held))
-    await asyncio.sleep(0.02)
-    cancelled.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await cancelled
+    gate = native_module("cpu").hold_points
+    gate.close("snapshot.before_reads")  # no step can end, so only the cancellation can end the stream
+    try:
+        held = engine.generate(prompt_of(5), greedy(120))
+        cancelled = asyncio.create_task(ids_of(held))
+        await asyncio.sleep(0.02)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+    finally:
+        gate.clear()
     assert held._closed
     del held
 
