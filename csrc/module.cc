@@ -3,12 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <memory>
 #include <string>
 
 #include "common/check.h"
 #include "common/current_launch.h"
 #include "common/dlpack.h"
+#include "common/durations.h"
 #include "common/hold_points.h"
 #include "common/launch_ticket.h"
 #include "xla/ffi/api/c_api.h"
@@ -47,6 +49,17 @@ void set_current_launch(const py::buffer& ticket) {
                  "set_current_launch",
                  "wanted 64 contiguous bytes, got " + std::to_string(bytes.size * bytes.itemsize));
   jaxserve::current_launch() = jaxserve::LaunchTicket::load(bytes.ptr);
+}
+
+py::dict as_dict(const std::map<std::string, jaxserve::Durations>& by_kind) {
+  py::dict found;
+  for (const auto& [kind, durations] : by_kind) {
+    py::dict entry;
+    entry["counts"] = durations.counts;
+    entry["total_ns"] = durations.total_ns;
+    found[kind.c_str()] = entry;
+  }
+  return found;
 }
 
 // A stream runs what is queued before it goes, and that may need a Python thread to get on.
@@ -124,7 +137,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
       .def("write_rows", &write_rows, py::arg("buffer").none(false), py::arg("rows"), py::arg("values"),
            py::arg("first_column") = 0)
       // Without the GIL: on CUDA the wait blocks until another thread may have dispatched the launch that it names.
-      .def("wait", &twin::Stream::wait, py::arg("ring").none(false), py::arg("generation"),
+      .def("wait", &twin::Stream::wait, py::arg("ring").none(false), py::arg("generation"), py::arg("kind") = "other",
            py::call_guard<py::gil_scoped_release>())
       .def("record", &twin::Stream::record, py::arg("ring").none(false), py::arg("generation"),
            py::call_guard<py::gil_scoped_release>())
@@ -140,6 +153,8 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
         d["num_waits"] = stats.num_waits;
         d["wait_ns"] = stats.wait_ns;
         d["staging_wait_ns"] = stats.staging_wait_ns;
+        d["waits"] = as_dict(stats.waits);
+        d["held_up"] = as_dict(stats.held_up);
         return d;
       });
 

@@ -131,21 +131,30 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
   });
 }
 
-void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation) {
+void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind) {
   ring->announce_wait(generation);  // from here on the slot may not be re-recorded under us
-  enqueue([this, ring = std::move(ring), generation] {
+  enqueue([this, ring = std::move(ring), generation, kind] {
     const auto start = Clock::now();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      newest_kind_ = kind;
+    }
     ring->wait(generation, wait_timeout_s_, /*announced=*/true);
     const uint64_t waited = nanoseconds_since(start);
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.num_waits += 1;
     stats_.wait_ns += waited;
+    stats_.waits[kind].add(waited);
   });
 }
 
 void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
-  enqueue([this, ring = std::move(ring), generation] {
+  enqueue([this, ring = std::move(ring), generation, start = Clock::now()] {
     HoldPoints::instance().pass("stream.before_record");
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stats_.held_up[newest_kind_].add(nanoseconds_since(start));
+    }
     if (error().empty()) {
       ring->record(generation);
     } else {

@@ -9,12 +9,14 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "common/durations.h"
 #include "cpu/event_ring.h"
 #include "cpu/shared_buffer.h"
 
@@ -26,6 +28,10 @@ struct StreamStats {
   uint64_t num_waits = 0;
   uint64_t wait_ns = 0;          // time the stream stood still in waits
   uint64_t staging_wait_ns = 0;  // time the host stood still for a free staging block
+  // By the kind of fence, as wait() was told. `held_up`: from the call of record() until the stream got to it, which is
+  // how long the writes in front of it stood behind the wait before them.
+  std::map<std::string, Durations> waits;
+  std::map<std::string, Durations> held_up;
 };
 
 class Stream {
@@ -40,8 +46,8 @@ class Stream {
   // Raises NativeError on indices outside the buffer, before anything is enqueued.
   void write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* rows, int64_t num_rows, int64_t first_column,
                   const void* values, int64_t num_values);
-  // Enqueues a wait for that very generation.
-  void wait(std::shared_ptr<EventRing> ring, uint64_t generation);
+  // Enqueues a wait for that very generation. `kind` names the fence in the statistics.
+  void wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind);
   // Enqueues a record.
   void record(std::shared_ptr<EventRing> ring, uint64_t generation);
   // Blocks the host until everything enqueued so far has run. Raises NativeError if the stream is poisoned.
@@ -77,6 +83,7 @@ class Stream {
   bool stopping_ = false;                         // guarded by mutex_
   std::string error_;                             // guarded by mutex_
   StreamStats stats_;                             // guarded by mutex_
+  std::string newest_kind_ = "none";              // of the last wait; guarded by mutex_
   std::thread thread_;
 };
 

@@ -141,7 +141,7 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
   JAXSERVE_CUDA_CHECK(cudaEventRecord(block.read_done, stream_));
 }
 
-void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation) {
+void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& /*kind*/) {
   ring->announce_wait(generation);
   std::string failure;
   try {

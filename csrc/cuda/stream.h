@@ -11,11 +11,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "common/durations.h"
 #include "cuda/event_ring.h"
 #include "cuda/shared_buffer.h"
 
@@ -28,6 +30,9 @@ struct StreamStats {
   // Always 0: how long the device stood still is not known without timing events, which cost more than our events.
   uint64_t wait_ns = 0;
   uint64_t staging_wait_ns = 0;  // time the host stood still for a free staging block
+  // Always empty, for the same reason.
+  std::map<std::string, Durations> waits;
+  std::map<std::string, Durations> held_up;
 };
 
 class Stream {
@@ -46,7 +51,8 @@ class Stream {
                   const void* values, int64_t num_values);
   // Makes the stream wait for that very generation. Blocks the host until its record has been issued; poisons the
   // stream if that takes longer than wait_timeout_s. Raises NativeError if the generation was never reserved.
-  void wait(std::shared_ptr<EventRing> ring, uint64_t generation);
+  // `kind` names the fence in the CPU twin's statistics.
+  void wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind);
   // Issues a record.
   void record(std::shared_ptr<EventRing> ring, uint64_t generation);
   // Blocks the host until everything issued so far has run. Raises NativeError if the stream is poisoned.

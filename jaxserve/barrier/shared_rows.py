@@ -134,10 +134,13 @@ class SharedRows:
         self.stream.record(event.ring, event.generation)
         return event.generation
 
-    def wait(self, event: Event) -> None:
-        """Makes every later write wait for a record. The comparison modes write nothing in place and do not wait."""
+    def wait(self, event: Event, kind: str = "other") -> None:
+        """Makes every later write wait for a record; ``kind`` names the fence in the stream's statistics.
+
+        The comparison modes write nothing in place and do not wait.
+        """
         if self.updates == "shared":
-            self.stream.wait(event.ring, event.generation)
+            self.stream.wait(event.ring, event.generation, kind)
 
     def recover(self) -> str | None:
         """After a failed step: drains the stream, clears its error, and writes every row anew. Returns that error."""

@@ -153,6 +153,8 @@ class AsyncEngine:
             "late_compiles": self._engine.num_late_compiles,
             "platform": self._engine.parts.platform,
             "attention_backend": self._engine.parts.worker.model_runner.backend.name,
+            "shared_reads": self._engine.fences_in_use(),
+            "graph_splits": dict(self.metrics.fences.graph_splits) or "not known",
             "fences": {f"{kind}:{reason}": n for (kind, reason), n in dict(scheduler.barrier.counts).items()},
         }
 

@@ -20,6 +20,7 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output import OutputBuilder
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch, StepResult
+from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
 
 log = logging.getLogger(__name__)
@@ -285,6 +286,16 @@ class Engine:
     def num_late_compiles(self) -> int:
         """Programs compiled after warm-up. Should stay 0."""
         return self._late_compiles
+
+    def fences_in_use(self) -> dict[str, dict[str, str]]:
+        """Per forward mode: where the backend declares that reads end, where they end, and the fence of such a step."""
+        runner, barrier = self.parts.worker.step_runner, self.scheduler.barrier
+        found = {}
+        for mode in runner.buckets.modes():
+            declared, resolved = runner.read_ends(mode)
+            fence = fence_for(resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled)
+            found[mode.name] = {"declared": declared.name, "resolved": resolved.name, "fence": ":".join(fence)}
+        return found
 
     def close(self) -> None:
         """Ends what is in flight and frees the fences; nothing can be served afterwards. Idempotent."""

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import Sequence
+from jaxserve.engine.fence_metrics import FenceMetrics
 from jaxserve.runner.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class EngineMetrics:
 
     Attributes:
         registry: what ``/metrics`` renders.
+        fences: the barrier's and the programs' part of it.
     """
 
     def __init__(self, engine: Engine):
@@ -36,18 +38,15 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._model = {"model_name": self._engine.model_name}
         self._last_token: dict[Sequence, float] = {}
-        scheduler, rows = self._engine.scheduler, self._engine.parts.rows
+        scheduler = self._engine.scheduler
         pool = scheduler.pool
         self._gauge("num_requests_running", "Sequences that hold a slot", lambda: len(scheduler.running))
         self._gauge("num_requests_waiting", "Sequences that wait for one", lambda: len(scheduler.waiting))
         self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1",
                     lambda: 1 - pool.num_free / max(1, pool.num_usable))  # fmt: skip
         self._gauge("num_preemptions", "Sequences whose pages were taken away", lambda: scheduler.num_preemptions)
-        self._gauge("late_compiles", "Programs compiled while serving", lambda: self._engine.num_late_compiles)
-        self._gauge("schedule_stream_wait_seconds", "Time row writes stood still behind fences",
-                    lambda: rows.stream.stats()["wait_ns"] / 1e9)  # fmt: skip
-        self._fences = Gauge("jaxserve:fences", "Write-after-read fences applied", ["model_name", "kind", "reason"],
-                             registry=self.registry)  # fmt: skip
+        self.fences = FenceMetrics(self._engine, self._model)
+        self.registry.register(self.fences)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens delivered")
         self._finished = Counter("jaxserve:request_success", "Outputs ended", ["model_name", "finished_reason"],
@@ -75,8 +74,6 @@ class EngineMetrics:
     def launched(self, batch: StepBatch) -> None:
         """A step was dispatched."""
         self._steps.labels(mode="prefill" if batch.mode is ForwardMode.EXTEND else "decode", **self._model).inc()
-        for (kind, reason), count in self._engine.scheduler.barrier.counts.items():
-            self._fences.labels(kind=kind, reason=reason, **self._model).set(count)
 
     def committed(self, sequence: Sequence) -> None:
         """A token was committed to an output."""

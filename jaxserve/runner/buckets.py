@@ -34,6 +34,11 @@ class Buckets:
         """The smallest width, in tokens, that holds a sequence of ``max_length``."""
         return bucket_for(max_length, self.width_tokens)
 
+    def modes(self) -> tuple[ForwardMode, ...]:
+        """The forward modes there are programs for."""
+        verify = (ForwardMode.TARGET_VERIFY,) if self.verify_tokens else ()
+        return (ForwardMode.EXTEND, ForwardMode.DECODE, *verify)
+
     def all_sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
         """(mode, batch, queries, width in tokens) of every program; prefill first, largest last."""
         sizes = []

@@ -33,6 +33,9 @@ class Launch:
         read_ends: where its reads of shared rows end, as resolved.
         step_done: recorded when its program ends; the full-execution fence.
         sampled: device results.
+        coarse_reason: why a worker cleared the mailbox after this launch, so that the full-execution fence is counted
+            under that name (``ngram``). It becomes a label of ``jaxserve:fences_total``: few values, each a word.
+            None: nothing to add to what the read ends say.
     """
 
     batch: StepBatch
@@ -40,6 +43,7 @@ class Launch:
     step_done: Event
     sampled: Sampled
     wants_logprobs: bool = False
+    coarse_reason: str | None = None
 
     def is_done(self) -> bool:
         """Polls: the execution has ended, well or not."""

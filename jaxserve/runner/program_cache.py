@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,8 @@ import jax
 from jaxserve.core.errors import JaxserveError
 from jaxserve.runner.program_arguments import PREP_ARGUMENTS, STEP_ARGUMENTS
 from jaxserve.runner.step_program import ProgramKey
+
+log = logging.getLogger(__name__)
 
 
 class RetraceError(JaxserveError):
@@ -30,6 +33,11 @@ class ProgramCache:
         arguments: key -> the abstract arguments it is compiled for.
         donate: positions of donated arguments.
         late: called with a label when a program is compiled after warm-up (to count and log it).
+
+    Attributes:
+        num_compiled, compile_seconds: programs compiled, or fetched from the persistent cache, and the time that took.
+        num_late: those of them that were compiled after warm-up.
+        num_retraces: launches refused because an argument did not fit.
     """
 
     def __init__(self, kind: str, make: Callable[[ProgramKey], Callable], arguments: Callable[[ProgramKey], tuple],
@@ -41,14 +49,22 @@ class ProgramCache:
         self._late = late
         self._compiled: dict[ProgramKey, Any] = {}
         self.warm = False
+        self.num_compiled = 0
+        self.compile_seconds = 0.0
+        self.num_late = 0
+        self.num_retraces = 0
 
     def get(self, key: ProgramKey) -> Any:
         """The compiled program of ``key``; compiles it if it is new, and says so once warm."""
         program = self._compiled.get(key)
         if program is None:
             if self.warm:
+                self.num_late += 1
                 self._late(f"{self.kind} {key.label}")
+            start = time.monotonic()
             program = self._compiled[key] = self.lower(key).compile()
+            self.num_compiled += 1
+            self.compile_seconds += time.monotonic() - start
         return program
 
     def lower(self, key: ProgramKey) -> Any:
@@ -74,7 +90,10 @@ class ProgramCache:
         try:
             return program(*arguments)
         except TypeError as error:
-            raise RetraceError(self._explain(key, arguments) or f"{self.kind} {key.label}: {error}") from error
+            message = self._explain(key, arguments) or f"{self.kind} {key.label}: {error}"
+            self.num_retraces += 1
+            log.error("%s; the step was not launched", message)
+            raise RetraceError(message) from error
 
     def _explain(self, key: ProgramKey, arguments: tuple) -> str:
         wanted, _ = jax.tree_util.tree_flatten_with_path(self._arguments(key))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
-from jaxserve.attention.base import SharedReadEnds, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
 from jaxserve.barrier.tickets import Event
 from jaxserve.core.errors import FenceTimeout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.demotions import Demotions
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource, make_prep_program, make_step_program
-
-log = logging.getLogger(__name__)
 
 
 class StepRunner:
@@ -29,6 +27,10 @@ class StepRunner:
 
     Args:
         num_ids: token ids the tokenizer knows; vocabulary rows behind them are never sampled. None: all are known.
+
+    Attributes:
+        steps, preps: compiled programs.
+        demotions: executions that did not get the read end their backend declared.
 
     Programs are keyed by shape; ``warm_up`` compiles all that the buckets allow, so that serving compiles nothing.
     """
@@ -39,7 +41,7 @@ class StepRunner:
         self.backend = runner.backend
         self.buckets = buckets
         windows = runner.model.config.attention_windows
-        self._demotion_logged = False
+        self.demotions = Demotions()
         self.steps = ProgramCache(
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
@@ -63,15 +65,18 @@ class StepRunner:
         IN_REPLAY needs the marker. Without it the answer is PRE_REPLAY, made true by launching the backend's prep as a
         program of its own; reads that cannot be hoisted end with the program.
         """
-        declared = self.backend.shared_read_ends(forward_mode)
-        if declared is SharedReadEnds.IN_REPLAY and not self.runner.has_marker:
-            hoistable = not self.backend.reads_live or self.runner.config.compat_unsound_fallback
-            resolved = SharedReadEnds.PRE_REPLAY if hoistable else SharedReadEnds.POST_REPLAY
-            if not self._demotion_logged:
-                self._demotion_logged = True
-                log.warning("no read-done marker in programs: IN_REPLAY becomes %s", resolved.name)
-            return resolved
-        return declared
+        declared, resolved = self.read_ends(forward_mode)
+        self.demotions.note(self.backend, forward_mode, declared, resolved)
+        return resolved
+
+    def read_ends(self, forward_mode: ForwardMode) -> tuple[SharedReadEnds, SharedReadEnds]:
+        """What the backend declares, and what an execution makes of it; counts and logs nothing."""
+        return resolve_read_ends(
+            self.backend,
+            forward_mode,
+            has_marker=self.runner.has_marker,
+            unsound=self.runner.config.compat_unsound_fallback,
+        )
 
     def _row_source(self, ends: SharedReadEnds) -> RowSource:
         unsound = self.runner.config.compat_unsound_fallback and not self.runner.has_marker
@@ -97,7 +102,7 @@ class StepRunner:
         steps, preps = [], []
         for mode, batch, queries, tokens in self.buckets.all_sizes():
             shape = self._shape(mode, batch, queries, tokens)
-            source = self._row_source(self._resolve_shared_read_ends(mode))
+            source = self._row_source(self.read_ends(mode)[1])
             steps.append(self._key(shape, source))
             if source is RowSource.PRIVATE:
                 preps.append(self._prep_key(shape))
@@ -215,3 +220,18 @@ class StepRunner:
         if batch.tokens is not None:
             tokens[: len(batch.owners)] = batch.tokens
         return shape, HostInputs(slots, tokens, np.int32(queries), slots)  # type: ignore[arg-type]
+
+
+def resolve_read_ends(backend: AttentionBackend, mode: ForwardMode, *, has_marker: bool,
+                      unsound: bool = False) -> tuple[SharedReadEnds, SharedReadEnds]:  # fmt: skip
+    """Where a backend declares that reads of shared rows end in ``mode``, and where they are taken to end.
+
+    Args:
+        has_marker: whether programs hold the read-done marker.
+        unsound: ``compat_unsound_fallback``.
+    """
+    declared = backend.shared_read_ends(mode)
+    if declared is SharedReadEnds.IN_REPLAY and not has_marker:
+        hoistable = not backend.reads_live or unsound
+        return declared, SharedReadEnds.PRE_REPLAY if hoistable else SharedReadEnds.POST_REPLAY
+    return declared, declared

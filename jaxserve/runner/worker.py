@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_runner import StepRunner
 
 
@@ -19,6 +20,16 @@ class TargetWorker:
     def last_shared_read_runner(self) -> ModelRunner:
         """The runner whose launch reads shared rows last in a step: the sole owner of the barrier's event."""
         return self.model_runner
+
+    @property
+    def step_runners(self) -> list[StepRunner]:
+        """Everything that launches steps; metrics add up what they count."""
+        return [self.step_runner]
+
+    @property
+    def program_caches(self) -> list[ProgramCache]:
+        """Every compiled program of a step."""
+        return [cache for runner in self.step_runners for cache in (runner.steps, runner.preps)]
 
     def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
         """Launches a planned step."""

@@ -8,10 +8,11 @@ launch would fence the previous one.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.barrier.shared_rows import SharedRows
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
 
@@ -25,13 +26,32 @@ class OwnsLastSharedRead(Protocol):
         ...
 
 
+class Fence(NamedTuple):
+    """What guards the rows after a launch, and why that.
+
+    | kind | reason | |
+    |---|---|---|
+    | fine | marker | waits for the marker inside the program |
+    | fine | pre_replay | reads ended before the program that computes the step |
+    | fine | post_replay | reads end with that program, says the backend |
+    | fine | other_runner | the event is of a runner other than the one that computed the step |
+    | coarse | forced | ``--force-coarse-war-barrier`` |
+    | coarse | extend | the backend says UNKNOWN of prefill, as most do |
+    | coarse | unknown | the backend says UNKNOWN of another mode: it has not been audited |
+    | coarse | (a word) | the worker cleared the mailbox and gave that ``Launch.coarse_reason`` (``ngram``) |
+    | coarse | cleared | somebody cleared the mailbox and did not say why |
+    | none | disabled | ``--disable-war-barrier`` |
+    """
+
+    kind: str
+    reason: str
+
+
 class WarBarrier:
     """Makes the schedule stream wait for the newest launch's reads.
 
     Attributes:
-        counts: fences applied, by (kind, reason): ``("fine", "marker")``, ``("fine", "pre_replay")``,
-            ``("fine", "post_replay")``, ``("coarse", "unknown")``, ``("coarse", "forced")``, ``("coarse", "cleared")``,
-            ``("none", "disabled")``.
+        counts: fences applied, by kind and reason.
     """
 
     def __init__(self, rows: SharedRows, worker: OwnsLastSharedRead, *, force_coarse: bool, disabled: bool):
@@ -39,24 +59,54 @@ class WarBarrier:
         self._worker = worker
         self.force_coarse = force_coarse
         self.disabled = disabled
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[Fence] = Counter()
 
     def apply(self, launch: Launch) -> None:
         """Fences every row write issued from now on behind the reads of ``launch``."""
         event = self._worker.last_shared_read_runner.take_shared_read_done_event()
-        if self.disabled:
-            self.counts["none", "disabled"] += 1
-        elif event is not None and not self.force_coarse:
-            self._rows.wait(event)
-            self.counts["fine", _FINE_REASONS[launch.read_ends]] += 1
-        else:
-            self._rows.wait(launch.step_done)
-            self.counts["coarse", self._coarse_reason(launch)] += 1
+        fence = fence_for(
+            launch.read_ends, launch.batch.mode, force_coarse=self.force_coarse, disabled=self.disabled,
+            published=event is not None, coarse_reason=launch.coarse_reason,
+        )  # fmt: skip
+        if fence.kind == "fine":
+            assert event is not None
+            self._rows.wait(event, fence.kind)
+        elif fence.kind == "coarse":
+            self._rows.wait(launch.step_done, fence.kind)
+        self.counts[fence] += 1
 
-    def _coarse_reason(self, launch: Launch) -> str:
-        if self.force_coarse:
-            return "forced"
-        return "unknown" if launch.read_ends is SharedReadEnds.UNKNOWN else "cleared"
+
+def fence_for(
+    ends: SharedReadEnds,
+    mode: ForwardMode,
+    *,
+    force_coarse: bool,
+    disabled: bool,
+    published: bool | None = None,
+    coarse_reason: str | None = None,
+) -> Fence:
+    """The fence of a launch.
+
+    Args:
+        ends: where its reads end, as resolved.
+        mode: what the step does.
+        force_coarse, disabled: the barrier's switches.
+        published: whether the mailbox held an event; by default as ``ends`` promises.
+        coarse_reason: see ``Launch``.
+    """
+    if published is None:
+        published = ends is not SharedReadEnds.UNKNOWN
+    if disabled:
+        return Fence("none", "disabled")
+    if force_coarse:
+        return Fence("coarse", "forced")
+    if published:
+        return Fence("fine", _FINE_REASONS[ends])
+    if coarse_reason is not None:
+        return Fence("coarse", coarse_reason)
+    if ends is SharedReadEnds.UNKNOWN:
+        return Fence("coarse", "extend" if mode is ForwardMode.EXTEND else "unknown")
+    return Fence("coarse", "cleared")
 
 
 _FINE_REASONS = {

@@ -15,6 +15,7 @@ from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.demotions import Demotions
 from jaxserve.runner.step_program import RowSource
 from jaxserve.runner.step_runner import StepRunner
 
@@ -26,13 +27,15 @@ def step_runner(backend, *, has_marker: bool, unsound: bool = False) -> StepRunn
     """A step runner as far as resolving goes, without a model."""
     runner = object.__new__(StepRunner)
     runner.backend = backend
-    runner._demotion_logged = False
+    runner.demotions = Demotions()
     runner.runner = SimpleNamespace(has_marker=has_marker, config=SimpleNamespace(compat_unsound_fallback=unsound))
     return runner
 
 
 def declaring(ends: SharedReadEnds, *, reads_live: bool = False) -> Mock:
-    return Mock(shared_read_ends=Mock(return_value=ends), reads_live=reads_live)
+    backend = Mock(shared_read_ends=Mock(return_value=ends), reads_live=reads_live)
+    backend.name = "declaring"
+    return backend
 
 
 @pytest.mark.parametrize(
