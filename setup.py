@@ -19,7 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-COMMON = ["csrc/module.cc", "csrc/common/generations.cc", "csrc/common/hold_points.cc"]
+COMMON = ["csrc/module.cc", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc/common").glob("*.cc")))]
 CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90"]
 

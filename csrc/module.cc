@@ -3,9 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/check.h"
 #include "common/current_launch.h"
@@ -13,6 +17,7 @@
 #include "common/durations.h"
 #include "common/hold_points.h"
 #include "common/launch_ticket.h"
+#include "common/ngram_trie.h"
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAXSERVE_CUDA
@@ -29,6 +34,7 @@ namespace twin = jaxserve::cpu;
 
 namespace py = pybind11;
 using jaxserve::HoldPoints;
+using jaxserve::NgramTrie;
 
 namespace {
 
@@ -89,6 +95,106 @@ void write_rows(twin::Stream& stream, const std::shared_ptr<twin::SharedBuffer>&
   const int64_t num_rows = rows.shape(0);
   py::gil_scoped_release release;
   stream.write_rows(buffer, row_data, num_rows, first_column, value_data, num_values);
+}
+
+// A trie takes numpy arrays as they are: converting other types would hide mistakes, and copy.
+Rows checked_tokens(const std::string& operation, const py::handle& tokens) {
+  const bool is_array = py::isinstance<py::array>(tokens);
+  const auto array = is_array ? py::reinterpret_borrow<py::array>(tokens) : py::array();
+  JAXSERVE_CHECK(is_array && Rows::check_(array) && array.ndim() == 1, operation,
+                 "wanted tokens as a contiguous int32 array [n], got " +
+                     (is_array ? py::str(array.dtype()).cast<std::string>() + " with " +
+                                     std::to_string(array.ndim()) + " dimensions"
+                               : py::str(py::type::handle_of(tokens)).cast<std::string>()));
+  return py::reinterpret_borrow<Rows>(array);
+}
+
+py::tuple match(NgramTrie& trie, const py::handle& context, int32_t num_nodes) {
+  const Rows tokens = checked_tokens("NgramTrie.match", context);
+  std::vector<int32_t> drafts(std::max(0, num_nodes));
+  std::vector<int32_t> parents(drafts.size());
+  NgramTrie::Match found;
+  {
+    const int32_t* data = tokens.data();
+    const int64_t length = tokens.size();
+    py::gil_scoped_release release;
+    found = trie.match(data, length, num_nodes, drafts.data(), parents.data());
+  }
+  return py::make_tuple(Rows(found.num_drafts, drafts.data()), Rows(found.num_drafts, parents.data()),
+                        found.match_length);
+}
+
+py::tuple match_batch(NgramTrie& trie, const py::list& contexts, int32_t num_nodes) {
+  JAXSERVE_CHECK(num_nodes >= 0, "NgramTrie.match_batch", "wanted num_nodes from 0, got " + std::to_string(num_nodes));
+  std::vector<Rows> held;  // while the lock of the interpreter is not
+  std::vector<std::pair<const int32_t*, int64_t>> views;
+  for (const py::handle context : contexts) {
+    held.push_back(checked_tokens("NgramTrie.match_batch", context));
+    views.emplace_back(held.back().data(), held.back().size());
+  }
+  const auto num_contexts = static_cast<py::ssize_t>(views.size());
+  Rows drafts({num_contexts, static_cast<py::ssize_t>(num_nodes)});
+  Rows parents({num_contexts, static_cast<py::ssize_t>(num_nodes)});
+  Rows counts(num_contexts);
+  Rows match_lengths(num_contexts);
+  int32_t* row = drafts.mutable_data();
+  int32_t* parent_row = parents.mutable_data();
+  std::fill_n(row, drafts.size(), 0);
+  std::fill_n(parent_row, parents.size(), 0);
+  int32_t* count = counts.mutable_data();
+  int32_t* match_length = match_lengths.mutable_data();
+  {
+    py::gil_scoped_release release;
+    for (const auto& [data, length] : views) {
+      const NgramTrie::Match found = trie.match(data, length, num_nodes, row, parent_row);
+      *count++ = found.num_drafts;
+      *match_length++ = found.match_length;
+      row += num_nodes;
+      parent_row += num_nodes;
+    }
+  }
+  return py::make_tuple(drafts, parents, counts, match_lengths);
+}
+
+void append(NgramTrie& trie, const py::handle& context, std::optional<int64_t> num_new) {
+  const Rows tokens = checked_tokens("NgramTrie.append", context);
+  const int32_t* data = tokens.data();
+  const int64_t length = tokens.size();
+  py::gil_scoped_release release;
+  trie.append(data, length, num_new.value_or(length));
+}
+
+// Local: both twins bind this one class, and may be loaded together.
+void bind_ngram_trie(py::module_& m) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<NgramTrie>(m, "NgramTrie", py::module_local())
+      .def(py::init([](int64_t capacity, int64_t max_depth, int64_t max_match, int64_t min_breadth,
+                       int64_t max_breadth, const std::string& mode) {
+             return std::make_unique<NgramTrie>(
+                 NgramTrie::Options{capacity, max_depth, max_match, min_breadth, max_breadth, mode});
+           }),
+           py::arg("capacity"), py::arg("max_depth") = 18, py::arg("max_match") = 12, py::arg("min_breadth") = 1,
+           py::arg("max_breadth") = 10, py::arg("mode") = "bfs")
+      .def("append", [](NgramTrie& trie, const py::handle& context, int64_t n) { append(trie, context, n); },
+           py::arg("context"), py::arg("num_new"))
+      .def("load", [](NgramTrie& trie, const py::handle& tokens) { append(trie, tokens, std::nullopt); },
+           py::arg("tokens"))
+      .def("match", &match, py::arg("context"), py::arg("num_nodes"))
+      .def("match_batch", &match_batch, py::arg("contexts"), py::arg("num_nodes"))
+      .def("count",
+           [](NgramTrie& trie, const py::handle& tokens) {
+             const Rows checked = checked_tokens("NgramTrie.count", tokens);
+             const int32_t* data = checked.data();
+             const int64_t length = checked.size();
+             py::gil_scoped_release release;
+             return trie.count(data, length);
+           },
+           py::arg("tokens"))
+      .def("clear", &NgramTrie::clear, no_gil)
+      .def("check_integrity", &NgramTrie::check_integrity, no_gil)
+      .def_property_readonly("num_nodes", py::cpp_function(&NgramTrie::num_nodes, no_gil))
+      .def_property_readonly("num_evictions", py::cpp_function(&NgramTrie::num_evictions, no_gil))
+      .def_property_readonly("capacity", &NgramTrie::capacity);
 }
 
 }  // namespace
@@ -201,6 +307,8 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
     }
     return handlers;
   }, "XLA FFI target name -> capsule of its typed handler.");
+
+  bind_ngram_trie(m);
 
   auto hold = m.def_submodule("hold_points", "Stalls for tests: delays and gates at named places.");
   hold.def("delay", [](const std::string& n, int64_t us) { HoldPoints::instance().delay(n, us); }, py::arg("name"),

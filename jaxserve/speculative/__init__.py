@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of the next tokens, and how the target accepts them."""
