@@ -16,6 +16,7 @@
 #include "common/dlpack.h"
 #include "common/durations.h"
 #include "common/hold_points.h"
+#include "common/journal.h"
 #include "common/launch_ticket.h"
 #include "common/ngram_trie.h"
 #include "xla/ffi/api/c_api.h"
@@ -34,6 +35,7 @@ namespace twin = jaxserve::cpu;
 
 namespace py = pybind11;
 using jaxserve::HoldPoints;
+using jaxserve::Journal;
 using jaxserve::NgramTrie;
 
 namespace {
@@ -75,6 +77,36 @@ struct DeleteWithoutGil {
     delete stream;
   }
 };
+
+// See jaxserve/barrier/journal.py.
+void bind_journal(py::module_& m) {
+  auto journal = m.def_submodule("journal", "What happened to shared rows, in order. Off by default.");
+#ifndef JAXSERVE_CUDA
+  journal.def("start", [](std::size_t capacity) { Journal::instance().start(capacity); }, py::arg("capacity"));
+#endif
+  journal.def("stop", [] { Journal::instance().stop(); });
+  journal.def("is_on", [] { return Journal::instance().is_on(); });
+  journal.def(
+      "drain",
+      [] {
+        std::vector<jaxserve::JournalEntry> entries;
+        const uint64_t num_dropped = Journal::instance().drain(entries);
+        const auto* bytes = reinterpret_cast<const char*>(entries.data());
+        return py::make_tuple(py::bytes(bytes, entries.size() * sizeof(jaxserve::JournalEntry)), num_dropped);
+      },
+      "(entries since the last call, 48 bytes each; how many found no room).");
+  journal.def("next_id", [] { return Journal::instance().next_id(); });
+  journal.def("names", [] { return Journal::instance().names(); });
+  journal.def("intern", [](const std::string& text) { return Journal::instance().intern(text); }, py::arg("text"));
+  journal.def("strings", [] { return Journal::instance().strings(); });
+  journal.def("set_origin", [](uint32_t origin) { Journal::current_origin() = origin; }, py::arg("origin"));
+  journal.def(
+      "append",
+      [](uint32_t kind, uint64_t subject, uint64_t a, uint64_t b, uint32_t origin) {
+        Journal::instance().append(static_cast<jaxserve::JournalKind>(kind), subject, a, b, origin);
+      },
+      py::arg("kind"), py::arg("subject"), py::arg("a") = 0, py::arg("b") = 0, py::arg("origin") = 0);
+}
 
 using Rows = py::array_t<int32_t, py::array::c_style>;
 
@@ -210,7 +242,9 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
   py::register_local_exception<jaxserve::WaitTimeout>(m, "WaitTimeout", m.attr("NativeError").ptr());
 
   py::class_<twin::SharedBuffer, std::shared_ptr<twin::SharedBuffer>>(m, "SharedBuffer")
-      .def(py::init<int64_t, int64_t, bool>(), py::arg("num_rows"), py::arg("num_columns"), py::arg("is_float"))
+      .def(py::init<int64_t, int64_t, bool, const std::string&>(), py::arg("num_rows"), py::arg("num_columns"),
+           py::arg("is_float"), py::arg("name") = "buffer")
+      .def_property_readonly("id", &twin::SharedBuffer::id)
       .def_property_readonly("num_rows", &twin::SharedBuffer::num_rows)
       .def_property_readonly("num_columns", &twin::SharedBuffer::num_columns)
       .def_property_readonly("address",
@@ -235,11 +269,15 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
 #endif
       .def_property_readonly("newest_reserved", &twin::EventRing::newest_reserved)
       .def_property_readonly("newest_recorded", &twin::EventRing::newest_recorded)
+      .def_property_readonly("id", &twin::EventRing::id)
       .def_property_readonly("name", &twin::EventRing::name);
 
   py::class_<twin::Stream, std::unique_ptr<twin::Stream, DeleteWithoutGil>>(m, "Stream")
-      .def(py::init<int, int64_t, double, bool>(), py::arg("num_staging_blocks"), py::arg("staging_block_bytes"),
-           py::arg("wait_timeout_s"), py::arg("staging_guarded") = true)
+      .def(py::init<int, int64_t, double, bool, const std::string&>(), py::arg("num_staging_blocks"),
+           py::arg("staging_block_bytes"), py::arg("wait_timeout_s"), py::arg("staging_guarded") = true,
+           py::arg("name") = "stream")
+      .def_property_readonly("id", &twin::Stream::id)
+      .def_property_readonly("staging_id", &twin::Stream::staging_id)
       .def("write_rows", &write_rows, py::arg("buffer").none(false), py::arg("rows"), py::arg("values"),
            py::arg("first_column") = 0)
       // Without the GIL: on CUDA the wait blocks until another thread may have dispatched the launch that it names.
@@ -309,6 +347,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
   }, "XLA FFI target name -> capsule of its typed handler.");
 
   bind_ngram_trie(m);
+  bind_journal(m);
 
   auto hold = m.def_submodule("hold_points", "Stalls for tests: delays and gates at named places.");
   hold.def("delay", [](const std::string& n, int64_t us) { HoldPoints::instance().delay(n, us); }, py::arg("name"),

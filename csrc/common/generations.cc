@@ -2,7 +2,8 @@
 
 namespace jaxserve {
 
-Generations::Generations(std::string name, int num_slots) : name_(std::move(name)) {
+Generations::Generations(std::string name, int num_slots)
+    : name_(std::move(name)), id_(Journal::instance().named_id(name_)) {
   JAXSERVE_CHECK(num_slots >= 2, "EventRing(" + name_ + ")",
                  "a ring needs at least 2 slots, got " + std::to_string(num_slots));
   slots_.resize(num_slots);
@@ -17,6 +18,7 @@ uint64_t Generations::reserve() {
   JAXSERVE_CHECK(slot.num_waiters == 0, name_ + ".reserve",
                  "generation " + std::to_string(slot.generation) + " is still awaited");
   slot = Slot{++newest_reserved_, false, false, 0};
+  Journal::instance().append(JournalKind::kReserve, id_, newest_reserved_);
   return newest_reserved_;
 }
 
@@ -32,6 +34,7 @@ void Generations::abandon(uint64_t generation) {
     require_reserved_locked(generation, "abandon");
     Slot& slot = slot_of(generation);
     if (slot.generation != generation || slot.recorded) return;
+    Journal::instance().append(JournalKind::kAbandon, id_, generation);
     slot.abandoned = true;
   }
   changed_.notify_all();

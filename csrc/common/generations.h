@@ -20,12 +20,13 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/journal.h"
 
 namespace jaxserve {
 
 class Generations {
  public:
-  enum class Outcome {
+  enum class Outcome {  // the numbers are those of the journal's ACQUIRE
     kRecorded,
     kAbandoned,
     kSuperseded,  // the slot serves a later generation already: ours was recorded or abandoned long ago
@@ -49,6 +50,7 @@ class Generations {
       Slot& slot = slot_of(generation);
       if (slot.generation != generation) return false;
       issue(index_of(generation));
+      Journal::instance().append(JournalKind::kRelease, id_, generation);
       slot.recorded = true;
       newest_recorded_ = std::max(newest_recorded_, generation);
     }
@@ -73,6 +75,7 @@ class Generations {
   Outcome wait(uint64_t generation, double timeout_s, bool announced, Bind bind) {
     std::unique_lock<std::mutex> lock(mutex_);
     const Outcome outcome = wait_locked(lock, generation, timeout_s, announced);
+    Journal::instance().append(JournalKind::kAcquire, id_, generation, static_cast<uint64_t>(outcome));
     bind(index_of(generation), outcome);
     return outcome;
   }
@@ -86,7 +89,11 @@ class Generations {
   bool is_done(uint64_t generation, Inspect inspect) {
     std::lock_guard<std::mutex> lock(mutex_);
     require_reserved_locked(generation, "is_done");
-    return done_locked(generation) && inspect(index_of(generation), outcome_locked(generation));
+    if (!done_locked(generation)) return false;
+    const Outcome outcome = outcome_locked(generation);
+    if (!inspect(index_of(generation), outcome)) return false;
+    Journal::instance().append(JournalKind::kAcquire, id_, generation, static_cast<uint64_t>(outcome));
+    return true;
   }
   bool is_done(uint64_t generation) {
     return is_done(generation, [](std::size_t, Outcome) { return true; });
@@ -95,6 +102,7 @@ class Generations {
   uint64_t newest_reserved();
   uint64_t newest_recorded();
   const std::string& name() const { return name_; }
+  uint64_t id() const { return id_; }  // in the journal
 
  private:
   struct Slot {
@@ -113,6 +121,7 @@ class Generations {
   Outcome wait_locked(std::unique_lock<std::mutex>& lock, uint64_t generation, double timeout_s, bool announced);
 
   const std::string name_;
+  const uint64_t id_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Slot> slots_;       // guarded by mutex_; their number never changes

@@ -17,7 +17,8 @@ struct LaunchTicket {
   uint64_t read_done_end;      // record this generation when the program ends (POST_REPLAY)
   uint64_t step_done;          // record this generation when the program ends (the full-execution fence)
   uint64_t step_number;        // for messages only
-  uint64_t reserved[2];
+  uint64_t launch;             // which launch of the process this is; for the journal, and 0 in a ticket of zeros
+  uint64_t reserved;
 
   static LaunchTicket load(const void* operand) {
     LaunchTicket ticket;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/hold_points.h"
+#include "common/journal.h"
 #include "common/launch_ticket.h"
 #include "cpu/channel.h"
 #include "xla/ffi/api/ffi.h"
@@ -41,9 +42,18 @@ ffi::Error record(EventRing& ring, uint64_t generation) {
   return ffi::Error::Success();
 }
 
+// Journals that this thread's execution reads columns [0, width) of a row, if a shared buffer lies there.
+void note_read(const void* table, int64_t row, int64_t width, uint32_t origin) {
+  Journal& journal = Journal::instance();
+  if (!journal.is_on()) return;
+  const uint64_t buffer = journal.buffer_at(table);
+  if (buffer != 0) journal.append(JournalKind::kRead, buffer, row, static_cast<uint64_t>(width), origin);
+}
+
 // Operands: ticket uint32[16], row ids int32[B], then tables [slots, columns] of 4-byte elements.
 // Results: the row ids, then one table each with result[b, :] = table[row_ids[b], :width].
 // The row ids may be a shared buffer themselves, so they too are read only after the wait.
+// A ticket with nothing but its launch set neither waits nor records: layers that read live rows pass one.
 ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
   if (operands.size() < 2 || results.size() != operands.size() - 1) {
     return invalid("wanted ticket, row ids and tables, with one result for each but the ticket; got " +
@@ -64,12 +74,16 @@ ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
                           " names row writes of an engine that is closed");
   }
 
+  const ActingAs execution(Journal::execution_actor(ticket.launch));
+  Journal& journal = Journal::instance();
+  if (ticket.channel != 0) journal.append(JournalKind::kBeginExecution, ticket.launch, 0, 0, JAXSERVE_ORIGIN("snapshot"));
   if (ffi::Error error = wait_for_writes(ticket, channel.get()); error.failure()) return error;
   HoldPoints::instance().pass("snapshot.before_reads");
 
   const int64_t num_rows = static_cast<int64_t>((*row_ids_result)->element_count());
   if (static_cast<int64_t>(row_ids_operand->element_count()) < num_rows) return invalid("fewer row ids than rows");
   auto* row_ids = static_cast<int32_t*>((*row_ids_result)->untyped_data());
+  note_read(row_ids_operand->untyped_data(), 0, num_rows, JAXSERVE_ORIGIN("snapshot"));
   std::memcpy(row_ids, row_ids_operand->untyped_data(), num_rows * sizeof(int32_t));
 
   for (std::size_t i = 2; i < operands.size(); ++i) {
@@ -89,6 +103,7 @@ ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
         return invalid("row id " + std::to_string(row) + " at position " + std::to_string(b) + " is outside a table of " +
                        std::to_string(table_rows) + " rows (step " + std::to_string(ticket.step_number) + ")");
       }
+      note_read(source, row, width, JAXSERVE_ORIGIN("snapshot"));
       std::memcpy(target + b * width * 4, source + row * columns * 4, width * 4);
     }
   }
@@ -110,10 +125,46 @@ ffi::Error record_end(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> r
   }
   const LaunchTicket ticket = LaunchTicket::load(ticket_operand->untyped_data());
   std::memset(result->untyped_data(), 0, result->size_bytes());
+  const ActingAs execution(Journal::execution_actor(ticket.launch));
+  Journal::instance().append(JournalKind::kEndExecution, ticket.launch, 0, 0, JAXSERVE_ORIGIN("record_end"));
   HoldPoints::instance().pass("end.before_record");
   if (const auto channel = find_channel(ticket.channel)) {
     if (ffi::Error error = record(*channel->read_done, ticket.read_done_end); error.failure()) return error;
     if (ffi::Error error = record(*channel->step_done, ticket.step_done); error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// Journals what XLA code did that no handler of ours saw. Compiled into programs that are built for the race check only.
+// Operands: ticket uint32[16], row ids int32[B], then `widths.size()` shared tables whose columns [0, width) were read
+// at these rows, then anything whose producers must have run. Row ids that are a shared buffer were read themselves.
+// `what`: "begin" and "end" of the execution, or "reads". Result: int32[1] zero, to be added to what must come later.
+ffi::Error note(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> result, std::string_view what,
+                std::string_view source, ffi::Span<const int64_t> widths) {
+  std::memset(result->untyped_data(), 0, result->size_bytes());
+  Journal& journal = Journal::instance();
+  if (!journal.is_on()) return ffi::Error::Success();
+  auto ticket_operand = operands.get<ffi::AnyBuffer>(0);
+  if (ticket_operand.has_error() || ticket_operand->size_bytes() != sizeof(LaunchTicket)) {
+    return ffi::Error::InvalidArgument("jaxserve_note: the first operand must be the ticket, uint32[16]");
+  }
+  const LaunchTicket ticket = LaunchTicket::load(ticket_operand->untyped_data());
+  const ActingAs execution(Journal::execution_actor(ticket.launch));
+  const uint32_t origin = journal.intern(std::string(source));
+  if (what == "begin") journal.append(JournalKind::kBeginExecution, ticket.launch, 0, 0, origin);
+  if (what == "end") journal.append(JournalKind::kEndExecution, ticket.launch, 0, 0, origin);
+  if (widths.size() == 0) return ffi::Error::Success();
+  auto row_ids_operand = operands.get<ffi::AnyBuffer>(1);
+  if (row_ids_operand.has_error() || operands.size() < 2 + widths.size()) {
+    return ffi::Error::InvalidArgument("jaxserve_note: wanted row ids and one table for each width");
+  }
+  const auto num_rows = static_cast<int64_t>(row_ids_operand->element_count());
+  const auto* row_ids = static_cast<const int32_t*>(row_ids_operand->untyped_data());
+  note_read(row_ids, 0, num_rows, origin);
+  for (std::size_t i = 0; i < widths.size(); ++i) {
+    auto table = operands.get<ffi::AnyBuffer>(2 + i);
+    if (table.has_error()) return ffi::Error::InvalidArgument("jaxserve_note: operands must be arrays");
+    for (int64_t b = 0; b < num_rows; ++b) note_read(table->untyped_data(), row_ids[b], widths[i], origin);
   }
   return ffi::Error::Success();
 }
@@ -130,6 +181,13 @@ ffi::Error hold(ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result, std::str
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_snapshot, snapshot, ffi::Ffi::Bind().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_record_end, record_end,
                               ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_note, note,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("what")
+                                  .Attr<std::string_view>("source")
+                                  .Attr<ffi::Span<const int64_t>>("widths"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_hold, hold,
                               ffi::Ffi::Bind().RemainingArgs().Ret<ffi::AnyBuffer>().Attr<std::string_view>("point"));
 

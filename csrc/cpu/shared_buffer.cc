@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "common/journal.h"
+
 namespace jaxserve::cpu {
 namespace {
 
@@ -14,8 +16,8 @@ struct Export {
 
 }  // namespace
 
-SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float)
-    : num_rows_(num_rows), num_columns_(num_columns), is_float_(is_float) {
+SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float, const std::string& name)
+    : num_rows_(num_rows), num_columns_(num_columns), is_float_(is_float), id_(Journal::instance().named_id(name)) {
   JAXSERVE_CHECK(num_rows > 0 && num_columns > 0, "SharedBuffer",
                  "wanted positive sizes, got [" + std::to_string(num_rows) + ", " + std::to_string(num_columns) + "]");
   const std::size_t bytes = static_cast<std::size_t>(num_rows) * num_columns * kElementBytes;
@@ -23,9 +25,13 @@ SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float)
   data_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, padded));
   JAXSERVE_CHECK(data_ != nullptr, "SharedBuffer", "no memory for " + std::to_string(bytes) + " bytes");
   std::memset(data_, 0, padded);
+  Journal::instance().add_buffer(data_, id_);
 }
 
-SharedBuffer::~SharedBuffer() { std::free(data_); }
+SharedBuffer::~SharedBuffer() {
+  Journal::instance().remove_buffer(data_);
+  std::free(data_);
+}
 
 DLManagedTensorAbi* SharedBuffer::to_dlpack() {
   auto* exported = new Export{};

@@ -15,10 +15,16 @@ uint64_t nanoseconds_since(Clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
+Journal& journal() { return Journal::instance(); }
+
 }  // namespace
 
-Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded)
-    : wait_timeout_s_(wait_timeout_s), staging_guarded_(staging_guarded) {
+Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded,
+               const std::string& name)
+    : wait_timeout_s_(wait_timeout_s),
+      staging_guarded_(staging_guarded),
+      id_(journal().named_id(name)),
+      staging_id_(journal().named_id(name + " staging")) {
   JAXSERVE_CHECK(num_staging_blocks >= 1 && staging_block_bytes >= 1, "Stream",
                  "wanted at least one staging block of at least one byte");
   staging_.resize(num_staging_blocks);
@@ -35,31 +41,38 @@ Stream::~Stream() {
   thread_.join();
 }
 
-void Stream::enqueue(std::function<void()> operation) {
+void Stream::enqueue(StreamOperation type, std::function<void()> run) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    operations_.push_back(std::move(operation));
+    journal().append(JournalKind::kEnqueue, id_, ++num_enqueued_, static_cast<uint64_t>(type));
+    operations_.push_back({type, num_enqueued_, Journal::current_origin(), std::move(run)});
   }
   work_available_.notify_one();
 }
 
 void Stream::run() {
+  Journal::current_actor() = Journal::stream_actor(id_);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     work_available_.wait(lock, [&] { return stopping_ || !operations_.empty(); });
     if (operations_.empty()) return;
-    std::function<void()> operation = std::move(operations_.front());
+    Operation operation = std::move(operations_.front());
     operations_.pop_front();
     running_operation_ = true;
     lock.unlock();
+    Journal::current_origin() = operation.origin;  // everything it does, it does for whoever enqueued it
+    const auto type = static_cast<uint64_t>(operation.type);
+    journal().append(JournalKind::kBeginOperation, id_, operation.number, type);
     std::string failure;
     try {
-      operation();
+      operation.run();
     } catch (const std::exception& error) {
       failure = error.what();
     }
-    operation = nullptr;  // drop references (rings, buffers) before anyone is told that we are idle
+    operation.run = nullptr;  // drop references (rings, buffers) before anyone is told that we are idle
     lock.lock();
+    journal().append(JournalKind::kEndOperation, id_, operation.number, type);
+    num_finished_ = operation.number;
     if (!failure.empty() && error_.empty()) error_ = failure;
     running_operation_ = false;
     work_finished_.notify_all();
@@ -78,6 +91,9 @@ int Stream::acquire_staging(int64_t bytes) {
     stats_.staging_wait_ns += nanoseconds_since(start);
     JAXSERVE_CHECK(freed, "Stream.write_rows", "no staging block became free; the stream is stuck in a wait");
   }
+  // Without the guard nobody looks whether the block is free, so nothing orders what follows.
+  if (staging_guarded_) journal().append(JournalKind::kStage, staging_id_, index, static_cast<uint64_t>(Staging::kAcquire));
+  journal().append(JournalKind::kStage, staging_id_, index, static_cast<uint64_t>(Staging::kFill));
   block.in_use = true;
   if (static_cast<int64_t>(block.bytes.size()) < bytes) block.bytes.resize(bytes);
   return index;
@@ -86,6 +102,7 @@ int Stream::acquire_staging(int64_t bytes) {
 void Stream::release_staging(int index) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    journal().append(JournalKind::kStage, staging_id_, index, static_cast<uint64_t>(Staging::kRelease));
     staging_[index].in_use = false;
   }
   work_finished_.notify_all();
@@ -109,7 +126,7 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
   std::byte* staged = staging_[block_index].bytes.data();
   std::memcpy(staged, rows, index_bytes);
   std::memcpy(staged + index_bytes, values, num_rows * row_bytes);
-  enqueue([this, buffer = std::move(buffer), block_index, staged, num_rows, first_column, row_bytes, index_bytes] {
+  enqueue(StreamOperation::kCopy, [this, buffer = std::move(buffer), block_index, staged, num_rows, first_column, row_bytes, index_bytes] {
     HoldPoints::instance().pass("stream.before_copy");
     bool poisoned = false;
     {
@@ -119,10 +136,13 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
       stats_.bytes_copied += num_rows * row_bytes;
     }
     if (!poisoned) {
+      journal().append(JournalKind::kStage, staging_id_, block_index, static_cast<uint64_t>(Staging::kRead));
+      const uint64_t columns = static_cast<uint64_t>(first_column) << 32 | static_cast<uint64_t>(row_bytes) / kElementBytes;
       const auto* row_ids = reinterpret_cast<const int32_t*>(staged);
       for (int64_t i = 0; i < num_rows; ++i) {
         // Checked when enqueued; checked again because a staging block rewritten too early holds anything.
         if (row_ids[i] < 0 || row_ids[i] >= buffer->num_rows()) continue;
+        journal().append(JournalKind::kWrite, buffer->id(), row_ids[i], columns);
         std::memcpy(buffer->row(row_ids[i]) + first_column * kElementBytes, staged + index_bytes + i * row_bytes,
                     row_bytes);
       }
@@ -133,7 +153,7 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
 
 void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind) {
   ring->announce_wait(generation);  // from here on the slot may not be re-recorded under us
-  enqueue([this, ring = std::move(ring), generation, kind] {
+  enqueue(StreamOperation::kWait, [this, ring = std::move(ring), generation, kind] {
     const auto start = Clock::now();
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -149,7 +169,7 @@ void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const st
 }
 
 void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
-  enqueue([this, ring = std::move(ring), generation, start = Clock::now()] {
+  enqueue(StreamOperation::kRecord, [this, ring = std::move(ring), generation, start = Clock::now()] {
     HoldPoints::instance().pass("stream.before_record");
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -166,12 +186,15 @@ void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
 void Stream::sync() {
   std::unique_lock<std::mutex> lock(mutex_);
   work_finished_.wait(lock, [&] { return operations_.empty() && !running_operation_; });
+  journal().append(JournalKind::kSyncStream, id_, num_finished_);
   JAXSERVE_CHECK(error_.empty(), "Stream.sync", error_);
 }
 
 bool Stream::is_done() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return operations_.empty() && !running_operation_;
+  if (!operations_.empty() || running_operation_) return false;
+  journal().append(JournalKind::kSyncStream, id_, num_finished_);
+  return true;
 }
 
 std::string Stream::error() {

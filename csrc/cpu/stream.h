@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "common/durations.h"
+#include "common/journal.h"
 #include "cpu/event_ring.h"
 #include "cpu/shared_buffer.h"
 
@@ -36,8 +37,10 @@ struct StreamStats {
 
 class Stream {
  public:
-  // `staging_guarded` false reuses staging blocks at once: only for the test that must catch it.
-  Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded = true);
+  // `staging_guarded` false reuses staging blocks at once: only for the test that must catch it. `name` is for the
+  // journal.
+  Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded = true,
+         const std::string& name = "stream");
   ~Stream();  // runs what is queued, then joins
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -59,24 +62,37 @@ class Stream {
   // Makes a poisoned stream usable again.
   void reset();
   StreamStats stats();
+  uint64_t id() const { return id_; }                  // in the journal
+  uint64_t staging_id() const { return staging_id_; }  // in the journal
 
  private:
+  struct Operation {
+    StreamOperation type;
+    uint64_t number;  // 1, 2, ... in the order of the stream
+    uint32_t origin;
+    std::function<void()> run;
+  };
+
   struct StagingBlock {
     std::vector<std::byte> bytes;
     bool in_use = false;
   };
 
-  void enqueue(std::function<void()> operation);
+  void enqueue(StreamOperation type, std::function<void()> run);
   int acquire_staging(int64_t bytes);
   void release_staging(int index);
   void run();
 
   const double wait_timeout_s_;
   const bool staging_guarded_;
+  const uint64_t id_;
+  const uint64_t staging_id_;
   std::mutex mutex_;
   std::condition_variable work_available_;
   std::condition_variable work_finished_;
-  std::deque<std::function<void()>> operations_;  // guarded by mutex_
+  std::deque<Operation> operations_;              // guarded by mutex_
+  uint64_t num_enqueued_ = 0;                     // guarded by mutex_
+  uint64_t num_finished_ = 0;                     // guarded by mutex_
   std::vector<StagingBlock> staging_;             // guarded by mutex_; bytes of a block belong to its holder
   int next_staging_ = 0;                          // guarded by mutex_
   bool running_operation_ = false;                // guarded by mutex_

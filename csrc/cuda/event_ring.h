@@ -74,6 +74,7 @@ class EventRing {
   uint64_t newest_reserved() { return generations_.newest_reserved(); }
   uint64_t newest_recorded() { return generations_.newest_recorded(); }
   const std::string& name() const { return generations_.name(); }
+  uint64_t id() const { return generations_.id(); }
 
  private:
   // What the newest record of a slot was issued to. Guarded by the lock of generations_.

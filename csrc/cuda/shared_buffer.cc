@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "common/journal.h"
 #include "cuda/check_cuda.h"
 
 namespace jaxserve::cuda {
@@ -15,8 +16,8 @@ struct Export {
 
 }  // namespace
 
-SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float)
-    : num_rows_(num_rows), num_columns_(num_columns), is_float_(is_float) {
+SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float, const std::string& name)
+    : num_rows_(num_rows), num_columns_(num_columns), is_float_(is_float), id_(Journal::instance().named_id(name)) {
   // The kernels count rows and columns in 32 bits.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   JAXSERVE_CHECK(num_rows > 0 && num_columns > 0 && num_rows <= kLargest && num_columns <= kLargest, "SharedBuffer",

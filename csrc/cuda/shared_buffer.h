@@ -21,7 +21,8 @@ class SharedBuffer : public std::enable_shared_from_this<SharedBuffer> {
  public:
   // `is_float`: float32, otherwise int32. Zero-filled, and so for every stream: the constructor waits for the device.
   // Raises NativeError on bad shapes, where there is no device, or when memory is short.
-  SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float);
+  // `name` is for the journal.
+  SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float, const std::string& name = "");
   ~SharedBuffer();
   SharedBuffer(const SharedBuffer&) = delete;
   SharedBuffer& operator=(const SharedBuffer&) = delete;
@@ -29,6 +30,7 @@ class SharedBuffer : public std::enable_shared_from_this<SharedBuffer> {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_columns() const { return num_columns_; }
   bool is_float() const { return is_float_; }
+  uint64_t id() const { return id_; }  // in the journal
   std::byte* data() const { return data_; }  // device memory: not to be read by the host
 
   // A DLPack export that keeps this buffer alive until its deleter runs.
@@ -39,6 +41,7 @@ class SharedBuffer : public std::enable_shared_from_this<SharedBuffer> {
   const int64_t num_rows_;
   const int64_t num_columns_;
   const bool is_float_;
+  const uint64_t id_;
   int device_ = 0;
   std::byte* data_ = nullptr;
 };

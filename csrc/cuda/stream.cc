@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/journal.h"
 #include "cuda/check_cuda.h"
 #include "cuda/hold_stream.h"
 #include "cuda/kernels.h"
@@ -19,8 +20,12 @@ constexpr auto kPollInterval = std::chrono::microseconds(5);
 
 }  // namespace
 
-Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded)
-    : wait_timeout_s_(wait_timeout_s), staging_guarded_(staging_guarded) {
+Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded,
+               const std::string& name)
+    : wait_timeout_s_(wait_timeout_s),
+      staging_guarded_(staging_guarded),
+      id_(Journal::instance().named_id(name)),
+      staging_id_(Journal::instance().named_id(name + " staging")) {
   JAXSERVE_CHECK(num_staging_blocks >= 1 && staging_block_bytes >= 1, "Stream",
                  "wanted at least one staging block of at least one byte");
   staging_.resize(num_staging_blocks);

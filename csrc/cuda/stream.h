@@ -38,8 +38,9 @@ struct StreamStats {
 class Stream {
  public:
   // `staging_guarded` false reuses staging blocks at once: only for the test that must catch it.
-  // Raises NativeError on bad sizes, and where there is no device.
-  Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded = true);
+  // Raises NativeError on bad sizes, and where there is no device. `name` is for the journal.
+  Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_timeout_s, bool staging_guarded = true,
+         const std::string& name = "stream");
   ~Stream();  // waits for what has been issued
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -64,6 +65,8 @@ class Stream {
   // Makes a poisoned stream usable again.
   void reset();
   StreamStats stats();
+  uint64_t id() const { return id_; }                  // in the journal
+  uint64_t staging_id() const { return staging_id_; }  // in the journal
 
  private:
   struct StagingBlock {
@@ -81,6 +84,8 @@ class Stream {
 
   const double wait_timeout_s_;
   const bool staging_guarded_;
+  const uint64_t id_;
+  const uint64_t staging_id_;
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   std::vector<StagingBlock> staging_;      // guarded by mutex_

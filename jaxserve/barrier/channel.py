@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxserve.barrier import journal
 from jaxserve.barrier.native import ffi_platform, native_module
-from jaxserve.barrier.tickets import RING_SLOTS, Event, launch_ticket, make_ring, reserve
+from jaxserve.barrier.tickets import RING_SLOTS, Event, launch_of, launch_ticket, make_ring, reserve
+
+_STEP_NUMBER = 5  # of the ticket's uint64 words
 
 
 class FenceChannel:
@@ -41,7 +44,8 @@ class FenceChannel:
 
     def ticket(self, *, write_done: int, marker: Event | None, end: Event | None, step_done: Event | None,
                step_number: int) -> np.ndarray:  # fmt: skip
-        """The launch ticket: wait for ``write_done``, record ``marker`` where reads end, the other two at the end."""
+        """The ticket of one launch, with a launch id of its own: wait for ``write_done``, record ``marker`` where reads
+        end, the other two at the end."""
         return launch_ticket(
             self.number,
             write_done=write_done,
@@ -49,11 +53,21 @@ class FenceChannel:
             read_done_end=end.generation if end else 0,
             step_done=step_done.generation if step_done else 0,
             step_number=step_number,
+            launch=self._native.journal.next_id(),
         )
 
     @contextlib.contextmanager
-    def dispatching(self, ticket: np.ndarray) -> Iterator[Any]:
-        """Yields the ticket operand for the program dispatched inside; tells handlers on a GPU which launch that is."""
+    def dispatching(self, ticket: np.ndarray, label: str = "", after: Sequence[int] = ()) -> Iterator[Any]:
+        """Yields the ticket operand for the program dispatched inside; tells handlers on a GPU which launch that is.
+
+        Args:
+            ticket: what ``ticket`` made; for one launch only.
+            label: names the program in the journal.
+            after: launch ids of the programs whose outputs it takes as operands; 0 is none. First the one that hands
+                over the pool.
+        """
+        if journal.is_on():
+            journal.dispatch(launch_of(ticket), int(ticket.view(np.uint64)[_STEP_NUMBER]), label, after)
         if self._device_ticket is None:
             yield ticket
             return

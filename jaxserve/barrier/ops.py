@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -27,7 +28,8 @@ def _abstract_eval(*operands: Any, target: str, results: tuple, attributes: tupl
 
 
 def _lower(ctx: Any, *operands: Any, target: str, results: tuple, attributes: tuple) -> Any:
-    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **dict(attributes))
+    given = {name: np.array(v, np.int64) if isinstance(v, tuple) else v for name, v in attributes}
+    return jax.ffi.ffi_lowering(target, has_side_effect=True)(ctx, *operands, **given)
 
 
 mlir.register_lowering(_call_p, _lower)
@@ -64,6 +66,36 @@ def snapshot(
 def record_end(ticket: jax.Array, *values: jax.Array) -> jax.Array:
     """Records the end of the program once ``values`` are computed. Returns uint32[1] zero."""
     return _call("jaxserve_record_end", [jax.ShapeDtypeStruct((1,), jnp.uint32)], ticket, *values)[0]
+
+
+def note(ticket: jax.Array, what: str, source: str, *values: jax.Array) -> jax.Array:
+    """Journals the ``"begin"`` or the ``"end"`` of an execution once ``values`` are computed.
+
+    For programs built for the race check. Returns int32[1] zero, to be added to what must come later.
+    """
+    return note_reads(ticket, jnp.zeros(0, jnp.int32), [], [], source, *values, what=what)
+
+
+def note_reads(
+    ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array], widths: Sequence[int], source: str,
+    *values: jax.Array, what: str = "reads",
+) -> jax.Array:  # fmt: skip
+    """Journals reads of shared rows that XLA code made, and no handler saw. For programs built for the race check.
+
+    Args:
+        row_ids: int32[B]; if it is a shared buffer, its own read is journalled too.
+        tables: shared buffers; columns [0, width) of each were read at ``row_ids``.
+        source: ``file.py:line`` of the read.
+        values: what was read, or is computed from it: the note comes after them.
+
+    Returns:
+        int32[1] zero, to be added to what must come later.
+    """
+    results = [jax.ShapeDtypeStruct((1,), jnp.int32)]
+    return _call(
+        "jaxserve_note", results, ticket, row_ids, *tables, *values,
+        what=what, source=source, widths=tuple(int(width) for width in widths),
+    )[0]  # fmt: skip
 
 
 def hold(point: str, *values: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jaxserve.barrier import journal
 from jaxserve.barrier.native import native_module
 from jaxserve.barrier.tickets import Event, make_ring, reserve
 from jaxserve.core.config import SharedUpdates
@@ -70,12 +71,12 @@ class SharedRows:
         # Enough that planning never waits for a block: the wait behind a launch that failed ends only when the host,
         # which is planning, collects it.
         num_blocks = max(MIN_STAGING_BLOCKS, WRITES_PER_SLOT * layout.num_slots)
-        self.stream = native.Stream(num_blocks, STAGING_BLOCK_BYTES, timeout_s)
+        self.stream = native.Stream(num_blocks, STAGING_BLOCK_BYTES, timeout_s, name="schedule stream")
         self.write_done = make_ring(native, "write_done")
         shapes = layout.shapes()
         self._names = list(shapes)
         self._buffers = {
-            name: native.SharedBuffer(rows, columns, dtype is np.float32)
+            name: native.SharedBuffer(rows, columns, dtype is np.float32, name)
             for name, (rows, columns, dtype) in shapes.items()
         }
         # Imported once: the arrays alias the buffers for good, so a program's argument never changes address.
@@ -90,9 +91,15 @@ class SharedRows:
     def _write(self, name: str, rows: np.ndarray, values: np.ndarray, first_column: int = 0) -> None:
         self._mirror[name][rows, first_column : first_column + values.shape[1]] = values
         if self.updates == "shared":
+            self._name_origin()
             self.stream.write_rows(self._buffers[name], rows, values, first_column)
         elif self.updates == "functional":
             self._arrays[name] = _update(self._arrays[name], rows, values, first_column)
+
+    @staticmethod
+    def _name_origin() -> None:
+        if journal.is_on():
+            journal.set_origin_here(__file__)
 
     def set_batch(self, slots: np.ndarray) -> None:
         """Slots int32[B] of the batch rows; rows behind them become padding. Writes nothing if nothing changed."""
@@ -130,6 +137,7 @@ class SharedRows:
             self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
         if self.updates != "shared":
             return 0
+        self._name_origin()
         event = reserve(self.write_done, self._timeout_s)
         self.stream.record(event.ring, event.generation)
         return event.generation
@@ -140,6 +148,7 @@ class SharedRows:
         The comparison modes write nothing in place and do not wait.
         """
         if self.updates == "shared":
+            self._name_origin()
             self.stream.wait(event.ring, event.generation, kind)
 
     def recover(self) -> str | None:

@@ -8,6 +8,7 @@ import numpy as np
 
 RING_SLOTS = 8  # twice the launches that can be in flight, so that a slot is free well before it is needed again
 TICKET_WORDS = 16  # uint32 words of a launch ticket; the layout is csrc/common/launch_ticket.h
+LAUNCH_WORD = 12  # the first of two uint32 words that hold the launch id
 
 
 class Event(NamedTuple):
@@ -58,6 +59,11 @@ def reserve(ring: Any, timeout_s: float) -> Event:
     return Event(ring, ring.reserve())
 
 
+def launch_of(ticket: np.ndarray) -> int:
+    """The launch id of a ticket."""
+    return int(ticket.view(np.uint64)[LAUNCH_WORD // 2])
+
+
 def launch_ticket(
     channel: int = 0,
     *,
@@ -66,12 +72,13 @@ def launch_ticket(
     read_done_end: int = 0,
     step_done: int = 0,
     step_number: int = 0,
+    launch: int = 0,
 ) -> np.ndarray:
     """The operand uint32[16] that tells the handlers of one launch what to wait for and what to record; 0 is nothing.
 
     The array is fresh: JAX may alias NumPy operands on the CPU, so it must never be written again.
     """
     words = np.array(
-        [channel, write_done, read_done_marker, read_done_end, step_done, step_number, 0, 0], dtype=np.uint64
+        [channel, write_done, read_done_marker, read_done_end, step_done, step_number, launch, 0], dtype=np.uint64
     )
     return words.view(np.uint32)

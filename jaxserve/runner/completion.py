@@ -7,6 +7,7 @@ import threading
 
 import jax
 
+from jaxserve.barrier import journal
 from jaxserve.barrier.tickets import Event
 
 
@@ -18,13 +19,13 @@ class CompletionWatcher:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[jax.Array, list[Event]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[jax.Array, list[Event], int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jaxserve-completion", daemon=True)
         self._thread.start()
 
-    def watch(self, output: jax.Array, events: list[Event]) -> None:
-        """Records ``events`` once ``output`` (and so the execution that made it) is ready."""
-        self._queue.put((output, events))
+    def watch(self, output: jax.Array, events: list[Event], launch: int = 0) -> None:
+        """Records ``events`` once ``output`` (and so the execution that made it, ``launch``) is ready."""
+        self._queue.put((output, events, launch))
 
     def close(self) -> None:
         """Ends the thread after what is queued."""
@@ -33,12 +34,13 @@ class CompletionWatcher:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            output, events = item
+            output, events, launch = item
             try:
                 jax.block_until_ready(output)
             except Exception:  # the collector of the step raises it to whoever asked; here only waiters must not hang
                 for event in events:
                     event.abandon()
             else:
+                journal.collected(launch)
                 for event in events:
                     event.record()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds
+from jaxserve.barrier import journal
 from jaxserve.barrier.tickets import Event
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.batch import StepBatch
@@ -36,6 +37,7 @@ class Launch:
         coarse_reason: why a worker cleared the mailbox after this launch, so that the full-execution fence is counted
             under that name (``ngram``). It becomes a label of ``jaxserve:fences_total``: few values, each a word.
             None: nothing to add to what the read ends say.
+        number: its launch id.
     """
 
     batch: StepBatch
@@ -44,16 +46,21 @@ class Launch:
     sampled: Sampled
     wants_logprobs: bool = False
     coarse_reason: str | None = None
+    number: int = 0
 
     def is_done(self) -> bool:
         """Polls: the execution has ended, well or not."""
-        return self.sampled.tokens.is_ready()  # type: ignore[attr-defined]
+        ended = self.sampled.tokens.is_ready()  # type: ignore[attr-defined]
+        if ended:
+            journal.collected(self.number)
+        return ended
 
     def collect(self) -> StepResult:
         """Blocks until the results are on the host. Raises whatever the execution raised."""
         rows = len(self.batch.owners) * self._results_per_row()
         tokens = np.asarray(self.sampled.tokens)[:rows]
         finite = np.asarray(self.sampled.finite)[:rows]
+        journal.collected(self.number)
         if self.wants_logprobs:  # three more transfers, so only on request
             logprobs, top_ids, top_logprobs = (
                 np.asarray(x)[:rows] for x in (self.sampled.logprobs, self.sampled.top_ids, self.sampled.top_logprobs)

@@ -27,6 +27,7 @@ class ModelRunner:
             None, which means: use the full-execution fence. A phase clears it when it starts and may publish one event;
             only the barrier takes it, and only from the worker's ``last_shared_read_runner``.
         pool, relay: KV pool and the newest token of every slot, int32[slots + 1]; donated to each launch in turn.
+        newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
         has_marker: whether programs hold the barrier's FFI operations.
     """
 
@@ -43,6 +44,7 @@ class ModelRunner:
         self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
         self.watcher = None if self.has_marker else CompletionWatcher()
         self.shared_read_done_event: Event | None = None
+        self.newest_launch = 0
         self.pool = PagedKV(jnp.zeros(kv.shape, kv.dtype))
         self.relay = jnp.zeros(rows.layout.num_slots + 1, jnp.int32)
 
@@ -54,6 +56,7 @@ class ModelRunner:
 
     def reset_device_state(self) -> None:
         """Fresh pool and relay, after a failed execution took the donated ones with it."""
+        self.newest_launch = 0
         del self.pool, self.relay  # the old pool goes first: there may be no room for two
         self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
         self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
-from jaxserve.barrier.tickets import Event
+from jaxserve.barrier import journal
+from jaxserve.barrier.tickets import Event, launch_of
 from jaxserve.core.errors import FenceTimeout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
@@ -141,9 +142,10 @@ class StepRunner:
                 read_done = runner.channel.reserve_read_done()
             if not runner.has_marker:
                 self._await_writes(write_done)
-            private = None
+            private, after = None, [runner.newest_launch]
             if source is RowSource.PRIVATE:
-                private = self._launch_prep(batch, shape, inputs, write_done, read_done)
+                private, prep = self._launch_prep(batch, shape, inputs, write_done, read_done)
+                after.append(prep)
                 write_done = 0  # the step itself reads no shared row
             if ends is SharedReadEnds.PRE_REPLAY:
                 if not runner.has_marker and read_done is not None:
@@ -157,7 +159,7 @@ class StepRunner:
                 step_number=batch.step_number,
             )
             key, tables = self._key(shape, source), runner.rows.arrays()
-            with runner.channel.dispatching(ticket) as operand:
+            with runner.channel.dispatching(ticket, f"{runner.name}, {key.label}", after) as operand:
                 out = self.steps.call(
                     key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private
                 )
@@ -169,12 +171,13 @@ class StepRunner:
                     event.abandon()
             raise
         runner.pool, runner.relay = out.pool, out.relay
+        runner.newest_launch = launch_of(ticket)
         if runner.watcher is not None:
             late = [read_done] if read_done is not None and ends is SharedReadEnds.POST_REPLAY else []
-            runner.watcher.watch(out.sampled.tokens, [*late, step_done])
+            runner.watcher.watch(out.sampled.tokens, [*late, step_done], launch_of(ticket))
         if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
             runner.shared_read_done_event = read_done
-        return Launch(batch, ends, step_done, out.sampled, wants_logprobs)
+        return Launch(batch, ends, step_done, out.sampled, wants_logprobs, number=launch_of(ticket))
 
     def _await_writes(self, write_done: int) -> None:
         """Blocks until the row writes of a launch are done, for programs that cannot wait themselves.
@@ -187,17 +190,20 @@ class StepRunner:
             raise FenceTimeout(f"the row writes of this step were given up: {rows.stream.error}")
 
     def _launch_prep(self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int,
-                     read_done: Event | None) -> tuple[StepRows, StepMetadata]:  # fmt: skip
-        """Launches the prep program: every read of a shared row happens in it, ahead of the step."""
+                     read_done: Event | None) -> tuple[tuple[StepRows, StepMetadata], int]:  # fmt: skip
+        """Launches the prep program: every read of a shared row happens in it, ahead of the step. Returns its outputs
+        and its launch id."""
         runner = self.runner
         ticket = runner.channel.ticket(
             write_done=write_done, marker=read_done, end=None, step_done=None, step_number=batch.step_number
         )
-        with runner.channel.dispatching(ticket) as operand:
-            private = self.preps.call(self._prep_key(shape), operand, runner.rows.arrays(), inputs)
+        key = self._prep_key(shape)
+        with runner.channel.dispatching(ticket, f"{runner.name} prep, {key.label}") as operand:
+            private = self.preps.call(key, operand, runner.rows.arrays(), inputs)
         if not runner.has_marker:
             jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
-        return private
+            journal.collected(launch_of(ticket))
+        return private, launch_of(ticket)
 
     def _inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
         """The program shape of a batch and its private host inputs, padded to the bucket."""
