@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import machine, sentence
 from safetensors.numpy import save_file
-from table import median, spread, table
 from worker import Worker
 
+from jaxserve.bench.machine import machine, sentence
+from jaxserve.bench.table import median, spread, table
 from jaxserve.engine.assembly import resolve_model_path
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 

@@ -7,8 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-import fence
 import peers
+
+from jaxserve.bench import fence, fence_report
 
 
 def main() -> None:
@@ -20,12 +21,12 @@ def main() -> None:
     arguments = parser.parse_args()
     found = {
         "peers": peers.run(arguments.model, arguments.peers_python, arguments.rounds),
-        "fence": fence.run(arguments.model, max(2, arguments.rounds - 2)),
+        "fence": fence.measure(fence.Sweep(), lambda message: print(message, file=sys.stderr)),
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(found, indent=1))
     print(peers.report(found["peers"]))
-    print(fence.report(found["fence"]))
+    print(fence_report.summary(found["fence"]))
     print(f"every number: {arguments.json}")
 
 

@@ -15,7 +15,7 @@ LAYERS = (
     "core", "barrier", "text", "models", "attention", "runner", "speculative", "scheduler", "engine", "server", "cli",
 )  # fmt: skip
 # Ships to users beside the engine: may import every layer below the command line, and only the command line imports it.
-FREE = ("testing",)
+FREE = ("testing", "bench")
 FREE_IMPORTS_BELOW = "cli"
 MAX_LINES = 400
 FORBIDDEN = ("torch",)

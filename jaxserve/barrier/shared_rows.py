@@ -66,6 +66,7 @@ class SharedRows:
     def __init__(self, layout: RowLayout, platform: str, timeout_s: float, updates: SharedUpdates = "shared"):
         native = native_module(platform)
         self._timeout_s = timeout_s
+        self._bytes_uploaded = 0  # in the comparison modes; the stream counts its own
         self.layout = layout
         self.updates = updates
         # Enough that planning never waits for a block: the wait behind a launch that failed ends only when the host,
@@ -85,7 +86,7 @@ class SharedRows:
             name: np.zeros((rows, columns), dtype) for name, (rows, columns, dtype) in shapes.items()
         }
         if updates != "shared":
-            self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
+            self._arrays = jax.device_put({name: mirror.copy() for name, mirror in self._mirror.items()})
         self._write("batch_slots", np.array([0], np.int32), np.full((1, layout.num_slots), layout.null_slot, np.int32))
 
     def _write(self, name: str, rows: np.ndarray, values: np.ndarray, first_column: int = 0) -> None:
@@ -94,6 +95,7 @@ class SharedRows:
             self._name_origin()
             self.stream.write_rows(self._buffers[name], rows, values, first_column)
         elif self.updates == "functional":
+            self._bytes_uploaded += rows.nbytes + values.nbytes
             self._arrays[name] = _update(self._arrays[name], rows, values, first_column)
 
     @staticmethod
@@ -134,7 +136,8 @@ class SharedRows:
     def publish(self) -> int:
         """Records the writes so far; returns the generation the next launch must wait for (0: nothing to wait for)."""
         if self.updates == "upload":
-            self._arrays = {name: jax.device_put(mirror.copy()) for name, mirror in self._mirror.items()}
+            self._arrays = jax.device_put({name: mirror.copy() for name, mirror in self._mirror.items()})
+            self._bytes_uploaded += sum(mirror.nbytes for mirror in self._mirror.values())
         if self.updates != "shared":
             return 0
         self._name_origin()
@@ -150,6 +153,11 @@ class SharedRows:
         if self.updates == "shared":
             self._name_origin()
             self.stream.wait(event.ring, event.generation, kind)
+
+    @property
+    def bytes_to_device(self) -> int:
+        """Bytes of rows handed to the device so far: values, and in the comparison mode ``functional`` row numbers."""
+        return self.stream.stats()["bytes_copied"] + self._bytes_uploaded
 
     def recover(self) -> str | None:
         """After a failed step: drains the stream, clears its error, and writes every row anew. Returns that error."""

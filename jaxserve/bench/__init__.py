@@ -1,0 +1,1 @@
+"""Measurements that users can repeat: ``jaxserve bench``. Needs nothing but the package, the plots matplotlib."""

@@ -1,0 +1,113 @@
+"""``jaxserve bench``: measure on this machine what the documentation claims."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxserve.cli.parser import int_list
+from jaxserve.core.errors import ConfigError
+
+PLOTS = (".png", ".svg", ".pdf")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    benches = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
+    summary = "four ways to bring control rows to the device: upload, functional update, in place behind either fence"
+    fence = benches.add_parser("fence", help=summary, description=f"Measures {summary}.")
+    fence.set_defaults(parser=fence)
+    fence.add_argument("--quick", action="store_true", help="about a minute instead of about a quarter of an hour")
+    fence.add_argument("--model", metavar="MODEL", help="take this checkpoint's sizes instead of smollm2-135m's; "
+                       "'default', a Hugging Face folder, or a .gguf file")  # fmt: skip
+    fence.add_argument(
+        "--models", type=_names, metavar="NAME,NAME", help="only these: tiny, small, medium, smollm2-135m"
+    )
+    fence.add_argument("--batches", type=int_list, metavar="N,N", help="sequences that decode together")
+    fence.add_argument("--sizes", type=_sizes, metavar="SxP,SxP", help="shared rows: S slots of P pages, like 64x512")
+    fence.add_argument("--rounds", type=int, metavar="N", help="measurements of each way")
+    fence.add_argument("--tokens", type=int, metavar="N", help="tokens of each sequence")
+    fence.add_argument("--max-seconds", type=float, metavar="S", help="begin nothing more after this")
+    fence.add_argument("--json", type=Path, metavar="FILE", help="write every number")
+    fence.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table of every way")
+    fence.add_argument("--plot", type=Path, metavar="FILE", help=f"draw it: {', '.join(PLOTS)}; needs jaxserve[plot]")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.replace(",", " ").split())
+
+
+def _sizes(text: str) -> tuple[tuple[int, int], ...]:
+    try:
+        sizes = [part.lower().split("x") for part in text.replace(",", " ").split()]
+        return tuple((int(slots), int(pages)) for slots, pages in sizes)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted sizes like 8x64,512x8192, got {text!r}") from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, writes what was asked for, and prints a summary.
+
+    Raises:
+        ConfigError: a value out of range, or a file that could not be written later.
+        JaxserveError: the ways disagree about greedy tokens.
+    """
+    _check_files(arguments)
+    from jaxserve.bench import fence, fence_report  # imports jax
+
+    sweep = _sweep(arguments)
+    found = fence.measure(sweep, lambda message: print(message, file=sys.stderr, flush=True))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if arguments.table:
+        arguments.table.write_text(fence_report.whole(found), encoding="utf-8")
+    if arguments.plot:
+        from jaxserve.bench.fence_plot import draw
+
+        draw(found, arguments.plot)
+    print(fence_report.summary(found))
+    return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    for flag, path in (("--json", arguments.json), ("--table", arguments.table), ("--plot", arguments.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if arguments.plot is None:
+        return
+    if arguments.plot.suffix not in PLOTS:
+        raise ConfigError(f"--plot {arguments.plot}: the name must end in {', '.join(PLOTS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; pip install 'jaxserve[plot]', or use --json and --table")
+
+
+def _sweep(arguments: argparse.Namespace) -> Any:
+    from jaxserve.bench import fence, models
+    from jaxserve.engine.assembly import resolve_model_path
+
+    sweep = fence.QUICK if arguments.quick else fence.Sweep()
+    chosen = dict(sweep.models)
+    if arguments.model is not None:
+        name, config = models.config_of(resolve_model_path(arguments.model))
+        chosen = {n: c for n, c in chosen.items() if n != "smollm2-135m"} | {name: config}
+        if arguments.models is not None:
+            chosen |= {name: config}
+    if arguments.models is not None:
+        known = models.MODELS | chosen
+        unknown = [name for name in arguments.models if name not in known]
+        if unknown or not arguments.models:
+            raise ConfigError(f"--models: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        chosen = {name: known[name] for name in arguments.models}
+    changes: dict[str, Any] = {"models": chosen}
+    if arguments.sizes is not None:
+        changes["sizes"] = tuple(fence.TableSize(*size) for size in arguments.sizes)
+    for field, value in (("batches", arguments.batches), ("rounds", arguments.rounds), ("max_tokens", arguments.tokens),
+                         ("max_seconds", arguments.max_seconds)):  # fmt: skip
+        if value is not None:
+            changes[field] = value
+    return dataclasses.replace(sweep, **changes)
