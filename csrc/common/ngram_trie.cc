@@ -10,8 +10,8 @@ namespace {
 constexpr int64_t kMaxDepth = 256;
 constexpr int64_t kTokensPerLock = 1024;  // of append; some milliseconds
 // Of a node with more children, kProb compares the most recently seen ones: a continuation that is not among the last
-// 256 different ones has a probability not worth a draft, and a common word has tens of thousands.
-constexpr int kChildrenCompared = 256;
+// 64 different ones has a probability not worth a draft, and a common word has tens of thousands.
+constexpr int kChildrenCompared = 64;
 
 NgramTrie::Options checked(const NgramTrie::Options& options) {
   const auto check = [](bool holds, const std::string& wanted, const std::string& got) {

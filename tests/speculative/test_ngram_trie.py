@@ -284,6 +284,7 @@ def test_nodes_with_many_children_stay_usable(mode):
     for _ in range(20_000):  # minutes, if any of these looked at every child
         grown.match(ids(0), 8)
         grown.append(ids(0, 40_000), 1)
+    assert drafts(grown.match(ids(0), 2))[0][0] == 40_000
     grown.check_integrity()
 
 
