@@ -1,10 +1,10 @@
 // Paged attention for a few query tokens per sequence (decode and verify), float32, on the CPU.
 //
-// Each sequence attends over its cached context, read through its private block-table row, and causally over the new
-// tokens of this step, whose keys and values come as operands: the pool is only read, and is written later in the same
-// program. Context is cut into chunks so that one long sequence still fills every core (split-KV); chunk results are
-// merged with the running-maximum form of softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-// 2018).
+// Each sequence attends over its cached context, read through its private block-table row, and over the new tokens of
+// this step, causally or along the branches of a tree (a mask says which new token sees which). Their keys and values
+// come as operands: the pool is only read, and is written later in the same program. Context is cut into chunks so that
+// one long sequence still fills every core (split-KV); chunk results are merged with the running-maximum form of softmax
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -31,6 +31,8 @@ struct Problem {
   float* out;
   float scale;
   int64_t window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
+  const uint8_t* seen;    // [batch, queries, queries], null for a chain: whether new token i sees new token j <= i
+  const int32_t* depths;  // [batch, queries], null for a chain: position of a new token is context + depth
 };
 
 // Running softmax of one query row: maximum, sum of exponentials, and weighted values (dim floats behind it).
@@ -98,8 +100,12 @@ JAXSERVE_INLINE void attend_chunk_of(const Problem& p, int64_t b, int64_t kv, in
   if (static_cast<int64_t>(scratch.scores.size()) < num_rows * padded) scratch.scores.resize(num_rows * padded);
 
   // The positions of the chunk that a query sees, relative to its begin: [first, last).
-  const auto first_seen = [&](int64_t query) {
-    return p.window == 0 ? 0 : std::clamp<int64_t>(context + query - p.window + 1 - begin, 0, span);
+  const auto first_seen = [&](int64_t query) -> int64_t {
+    if (p.window == 0) return 0;
+    if (p.depths == nullptr) return std::clamp<int64_t>(context + query - p.window + 1 - begin, 0, span);
+    // In a tree the place of a new token is not its position: the mask decides among new tokens.
+    const int64_t first = context + p.depths[b * p.queries + query] - p.window + 1;
+    return std::clamp<int64_t>(std::min(first, context) - begin, 0, span);
   };
   const auto last_seen = [&](int64_t query) { return std::clamp<int64_t>(context + query + 1 - begin, 0, span); };
 
@@ -122,7 +128,17 @@ JAXSERVE_INLINE void attend_chunk_of(const Problem& p, int64_t b, int64_t kv, in
     const int64_t last = last_seen(row / group);
     if (first >= last) continue;  // the partial stays empty
     float* s = scratch.scores.data() + row * padded;
+    if (p.seen != nullptr) {
+      const uint8_t* seen = p.seen + (b * p.queries + row / group) * p.queries;
+      for (int64_t i = std::max(first, context - begin); i < last; ++i) {
+        if (!seen[begin + i - context]) s[i] = -INFINITY;
+      }
+    }
     const float maximum = *std::max_element(s + first, s + last);
+    if (maximum == -INFINITY) {  // only tokens of other branches: nothing to add, and the partial stays empty
+      std::fill(s + first, s + last, 0.0f);
+      continue;
+    }
     for (int64_t i = 0; i < first; ++i) s[i] = -INFINITY;
     for (int64_t i = first; i < last; ++i) s[i] -= maximum;
     for (int64_t i = last; i < padded; ++i) s[i] = -INFINITY;
@@ -191,8 +207,8 @@ struct Task {
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                            ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
-                           ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer,
-                           float scale, int64_t window) {
+                           ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
+                           ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
   const auto qd = q.dimensions();
   const auto kd = k_new.dimensions();
   const auto pd = kv_pool.dimensions();
@@ -226,6 +242,14 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
   p.out = out->typed_data();
   p.scale = scale;
   p.window = window;
+  const auto num_seen = static_cast<int64_t>(seen.element_count());
+  const auto num_depths = static_cast<int64_t>(depths.element_count());
+  const bool is_tree = num_seen != 0;
+  if (is_tree && (num_seen != p.batch * p.queries * p.queries || num_depths != p.batch * p.queries)) {
+    return wrong("a tree needs a mask [batch, tokens, tokens] and depths [batch, tokens]");
+  }
+  p.seen = is_tree ? seen.typed_data() : nullptr;
+  p.depths = is_tree ? depths.typed_data() : nullptr;
 
   const int64_t rows_per_head = p.queries * (p.heads / p.kv_heads);
   std::vector<Task> tasks;
@@ -300,6 +324,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_paged_attention, paged_attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()   // pool [layers, 2, kv heads, pages, page size, dim]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // block tables [batch, pages per sequence]
                                   .Arg<ffi::Buffer<ffi::S32>>()   // context lengths [batch]
+                                  .Arg<ffi::Buffer<ffi::U8>>()    // seen [batch, tokens, tokens], or empty: a chain
+                                  .Arg<ffi::Buffer<ffi::S32>>()   // depths [batch, tokens], or empty
                                   .Ret<ffi::Buffer<ffi::F32>>()   // out, as q
                                   .Attr<int64_t>("layer")
                                   .Attr<float>("scale")

@@ -46,6 +46,8 @@ class StepRows(NamedTuple):
         block_tables: int32[B, W], page ids; 0 is the null page.
         lengths: int32[B], tokens with KV before this step.
         sampling_floats: float32[B, 4]; sampling_ints: int32[B, 4]; see ``runner.sampling_rows``.
+        draft_tokens, draft_parents: int32[B, Q - 1], where the step has drafts and reads them early; see
+            ``runner.verify``.
     """
 
     slots: jax.Array
@@ -53,6 +55,8 @@ class StepRows(NamedTuple):
     lengths: jax.Array
     sampling_floats: jax.Array
     sampling_ints: jax.Array
+    draft_tokens: jax.Array | None = None
+    draft_parents: jax.Array | None = None
 
 
 class LiveRows(NamedTuple):
@@ -96,9 +100,25 @@ class StepShape:
     page_size: int
 
 
+class Tree(NamedTuple):
+    """How the new tokens of a row see each other when they are not a chain.
+
+    Attributes:
+        seen: bool[B, Q, Q], whether new token i (first) sees new token j <= i.
+        depths: int32[B, Q]: the position of a new token is context length + depth.
+    """
+
+    seen: jax.Array
+    depths: jax.Array
+
+
 @dataclass(frozen=True)
 class AttentionStep:
-    """What ``attend`` is given besides the projections; exists only while a program is traced."""
+    """What ``attend`` is given besides the projections; exists only while a program is traced.
+
+    ``tree`` is None where new tokens see those before them (chains, prompts). It is set only for backends that say
+    ``supports_trees``.
+    """
 
     shape: StepShape
     metadata: StepMetadata
@@ -106,6 +126,7 @@ class AttentionStep:
     live: LiveRows
     windows: tuple[int | None, ...]
     num_tokens: jax.Array | None  # int32[], valid tokens of an EXTEND chunk
+    tree: Tree | None = None
 
 
 class AttentionBackend:
@@ -118,11 +139,13 @@ class AttentionBackend:
         name: what ``--attention-backend`` selects.
         reads_live: reads ``AttentionStep.live`` in ``attend``; such reads cannot be hoisted.
         width_buckets: whether cost depends on the block-table width, so that programs of several widths pay off.
+        supports_trees: ``attend`` follows ``AttentionStep.tree``; without it only chains of drafts are verified.
     """
 
     name: ClassVar[str] = ""
     reads_live: ClassVar[bool] = False
     width_buckets: ClassVar[bool] = True
+    supports_trees: ClassVar[bool] = False
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
         """Where this backend's reads of shared rows end in ``forward_mode``."""

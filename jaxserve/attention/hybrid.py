@@ -25,6 +25,7 @@ class HybridBackend(AttentionBackend):
         self.sliding = sliding
         self.reads_live = any(child.reads_live for child in self._children())  # type: ignore[misc]
         self.width_buckets = any(child.width_buckets for child in self._children())  # type: ignore[misc]
+        self.supports_trees = all(child.supports_trees for child in self._children()[1:])  # type: ignore[misc]
 
     def _children(self) -> list[AttentionBackend]:
         return [child for child in (self.prefill, self.decode, self.sliding) if child is not None]

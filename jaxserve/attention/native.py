@@ -21,8 +21,19 @@ class NativeBackend(XlaBackend):
 
     def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         metadata = self.live_metadata(step, layer, q)
+        window = step.windows[layer] or 0
         kernel = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
         return kernel(
-            q, k, v, step.pool.data, metadata.block_tables, metadata.lengths,
-            layer=np.int64(layer), scale=np.float32(q.shape[-1] ** -0.5), window=np.int64(step.windows[layer] or 0),
+            q, k, v, step.pool.data, metadata.block_tables, metadata.lengths, *_tree_operands(step, window),
+            layer=np.int64(layer), scale=np.float32(q.shape[-1] ** -0.5), window=np.int64(window),
         )  # fmt: skip
+
+
+def _tree_operands(step: AttentionStep, window: int) -> tuple[jax.Array, jax.Array]:
+    """Seen new tokens uint8[B, Q, Q] and depths int32[B, Q]; empty for a chain."""
+    if step.tree is None:
+        return jnp.zeros((0, 0, 0), jnp.uint8), jnp.zeros((0, 0), jnp.int32)
+    seen, depths = step.tree
+    if window:
+        seen = seen & (depths[:, :, None] - depths[:, None, :] < window)
+    return seen.astype(jnp.uint8), depths

@@ -19,6 +19,7 @@ class XlaBackend(AttentionBackend):
     """Reads block tables and lengths once, by the snapshot at the head of the program. The oracle of the kernels."""
 
     name = "xla"
+    supports_trees = True
 
     def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         metadata = self.live_metadata(step, layer, q)
@@ -26,15 +27,14 @@ class XlaBackend(AttentionBackend):
         kv_heads = k.shape[2]
         scale = dim**-0.5
         window = step.windows[layer]
-        positions = jnp.arange(queries)
         grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, dim)
 
-        # new tokens among themselves: causal
+        # new tokens among themselves
+        seen_fresh, depths = _fresh(step, batch, queries)
         fresh_scores = jnp.einsum("bqkgd,bskd->kbgqs", grouped, k, preferred_element_type=jnp.float32) * scale
-        fresh_seen = positions[:, None] >= positions[None, :]  # [Q, Q]
         if window is not None:
-            fresh_seen &= positions[:, None] - positions[None, :] < window
-        fresh_scores = jnp.where(fresh_seen, fresh_scores, NEGATIVE)
+            seen_fresh &= depths[:, :, None] - depths[:, None, :] < window
+        fresh_scores = jnp.where(seen_fresh[None, :, None], fresh_scores, NEGATIVE)
 
         # new tokens over the cached context
         keys, values = step.pool.gather(layer, metadata.block_tables)  # [KV, B, S, D]
@@ -43,7 +43,7 @@ class XlaBackend(AttentionBackend):
         seen = context[None, :] < metadata.lengths[:, None]  # [B, S]
         seen = seen[:, None, :]  # [B, 1, S]
         if window is not None:
-            token_positions = metadata.lengths[:, None] + positions  # [B, Q]
+            token_positions = metadata.lengths[:, None] + depths  # [B, Q]
             seen = seen & (context > token_positions[:, :, None] - window)
         context_scores = jnp.where(seen[None, :, None], context_scores, NEGATIVE)
         # A weight of zero does not silence a value that is not a number, and recycled pages may hold such.
@@ -57,6 +57,14 @@ class XlaBackend(AttentionBackend):
                          preferred_element_type=jnp.float32)  # fmt: skip
         out += jnp.einsum("kbgqs,bskd->kbgqd", fresh_weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return (out / total).transpose(1, 3, 0, 2, 4).reshape(batch, queries, heads, dim).astype(q.dtype)
+
+
+def _fresh(step: AttentionStep, batch: int, queries: int) -> tuple[jax.Array, jax.Array]:
+    """Which new tokens see which, bool[B or 1, Q, Q], and their depths int32[B or 1, Q]; a chain without a tree."""
+    if step.tree is not None:
+        return step.tree.seen, step.tree.depths
+    depths = jnp.arange(queries, dtype=jnp.int32)[None]
+    return depths[:, :, None] >= depths[:, None, :], depths
 
 
 class XlaLiveBackend(XlaBackend):

@@ -34,10 +34,12 @@ class RowLayout:
     Attributes:
         num_slots: decode slots; the null slot is number ``num_slots``, behind them.
         table_width: block-table columns, pages of the longest sequence.
+        num_drafts: most drafted tokens of a row; 0 without speculation, and then there are no draft tables.
     """
 
     num_slots: int
     table_width: int
+    num_drafts: int = 0
 
     @property
     def null_slot(self) -> int:
@@ -53,6 +55,15 @@ class RowLayout:
             "lengths": (rows, 1, np.int32),  # tokens with KV before this step
             "sampling_floats": (rows, NUM_SAMPLING_FLOATS, np.float32),
             "sampling_ints": (rows, NUM_SAMPLING_INTS, np.int32),
+            **self._draft_shapes(rows),
+        }
+
+    def _draft_shapes(self, rows: int) -> dict[str, tuple[int, int, type]]:
+        if not self.num_drafts:
+            return {}
+        return {
+            "draft_tokens": (rows, self.num_drafts, np.int32),
+            "draft_parents": (rows, self.num_drafts, np.int32),  # node number of the parent, 0 = root, -1 = not used
         }
 
 
@@ -124,6 +135,11 @@ class SharedRows:
         row = np.array([slot], np.int32)
         self._write("sampling_floats", row, floats[None, :].astype(np.float32))
         self._write("sampling_ints", row, ints[None, :].astype(np.int32))
+
+    def set_drafts(self, slots: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> None:
+        """Drafts int32[B, D] of slots int32[B]: tokens, and node numbers of their parents (see ``runner.verify``)."""
+        self._write("draft_tokens", slots, tokens)
+        self._write("draft_parents", slots, parents)
 
     def clear_slot(self, slot: int, num_pages: int) -> None:
         """Points a released slot's first ``num_pages`` entries at the null page, so that no stale row names a page."""

@@ -22,7 +22,8 @@ class StepBatch(Generic[Owner]):
         owners: who gets the results, one per live batch row, in row order.
         slots: int32[B], the slot of each live row.
         max_length: largest number of tokens any row has after this step; chooses the block-table width.
-        tokens: int32[B, Q] tokens from the host (EXTEND, TARGET_VERIFY), else None.
+        tokens: int32[1, n] prompt tokens of EXTEND, else None.
+        queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -32,4 +33,5 @@ class StepBatch(Generic[Owner]):
     slots: np.ndarray
     max_length: int
     tokens: np.ndarray | None = None
+    queries: int = 1
     samples: bool = True

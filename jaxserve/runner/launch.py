@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.barrier import journal
 from jaxserve.barrier.tickets import Event
-from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.sampler import Sampled
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Host copies of a step's results, one row per live batch row (Q rows each in TARGET_VERIFY)."""
+    """Host copies of a step's results, one row per live batch row. Q is 1 outside TARGET_VERIFY.
 
-    tokens: np.ndarray  # int32[B]
-    logprobs: np.ndarray  # float32[B]
-    top_ids: np.ndarray  # int32[B, 20]
-    top_logprobs: np.ndarray  # float32[B, 20]
-    finite: np.ndarray  # bool[B]
+    Attributes:
+        counts: int32[B], tokens each row emits, at least 1; what lies behind them means nothing.
+        tokens: int32[B, Q]; logprobs: float32[B, Q]; top_ids: int32[B, Q, 20]; top_logprobs: float32[B, Q, 20];
+            finite: bool[B, Q]. The three about logprobs are empty unless they were asked for.
+    """
+
+    counts: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    finite: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Launch:
         batch: its plan.
         read_ends: where its reads of shared rows end, as resolved.
         step_done: recorded when its program ends; the full-execution fence.
-        sampled: device results.
+        sampled, counts: device results, see ``StepOutputs``.
         coarse_reason: why a worker cleared the mailbox after this launch, so that the full-execution fence is counted
             under that name (``ngram``). It becomes a label of ``jaxserve:fences_total``: few values, each a word.
             None: nothing to add to what the read ends say.
@@ -45,6 +52,7 @@ class Launch:
     step_done: Event
     sampled: Sampled
     wants_logprobs: bool = False
+    counts: jax.Array | None = None
     coarse_reason: str | None = None
     number: int = 0
 
@@ -57,20 +65,20 @@ class Launch:
 
     def collect(self) -> StepResult:
         """Blocks until the results are on the host. Raises whatever the execution raised."""
-        rows = len(self.batch.owners) * self._results_per_row()
-        tokens = np.asarray(self.sampled.tokens)[:rows]
-        finite = np.asarray(self.sampled.finite)[:rows]
+        num_rows = len(self.batch.owners)
+        counts = np.ones(num_rows, np.int32) if self.counts is None else np.asarray(self.counts)[:num_rows]
+        queries = 1 if self.counts is None else self.sampled.tokens.shape[0] // self.counts.shape[0]
+
+        def fetch(values: jax.Array) -> np.ndarray:
+            found = np.asarray(values)
+            return found.reshape(-1, queries, *found.shape[1:])[:num_rows]
+
+        tokens, finite = fetch(self.sampled.tokens), fetch(self.sampled.finite)
         journal.collected(self.number)
         if self.wants_logprobs:  # three more transfers, so only on request
             logprobs, top_ids, top_logprobs = (
-                np.asarray(x)[:rows] for x in (self.sampled.logprobs, self.sampled.top_ids, self.sampled.top_logprobs)
+                fetch(x) for x in (self.sampled.logprobs, self.sampled.top_ids, self.sampled.top_logprobs)
             )
         else:
             logprobs = top_ids = top_logprobs = np.zeros(0)
-        return StepResult(tokens, logprobs, top_ids, top_logprobs, finite)
-
-    def _results_per_row(self) -> int:
-        if self.batch.mode is not ForwardMode.TARGET_VERIFY:
-            return 1
-        assert self.batch.tokens is not None
-        return self.batch.tokens.shape[1]
+        return StepResult(counts, tokens, logprobs, top_ids, top_logprobs, finite)

@@ -27,7 +27,7 @@ def _ints(*shape: int) -> Any:
 def prep_arguments(key: ProgramKey, layout: RowLayout) -> tuple:
     """(ticket, tables, inputs) of a prep program; see ``make_prep_program``."""
     shape = key.shape
-    queries = 1 if shape.mode is ForwardMode.DECODE else shape.queries
+    queries = shape.queries if shape.mode is ForwardMode.EXTEND else 1
     ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
     tables = [jax.ShapeDtypeStruct((rows, columns), dtype) for rows, columns, dtype in layout.shapes().values()]
     inputs = HostInputs(_ints(shape.batch), _ints(shape.batch, queries), _ints(), _ints(shape.batch))
@@ -47,9 +47,10 @@ def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv
     private = None
     if key.source is RowSource.PRIVATE:
         b, q, w = shape.batch, shape.queries, shape.table_width
+        drafts = [_ints(b, key.early_drafts)] * 2 if key.early_drafts else []
         floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
         private = (
-            StepRows(_ints(b), _ints(b, w), _ints(b), floats, _ints(b, NUM_SAMPLING_INTS)),
+            StepRows(_ints(b), _ints(b, w), _ints(b), floats, _ints(b, NUM_SAMPLING_INTS), *drafts),
             StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q)),
         )
     return weights, pool, _ints(layout.num_slots + 1), ticket, tables, inputs, private

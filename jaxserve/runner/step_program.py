@@ -1,10 +1,10 @@
 """The step program: what one launch computes, from shared rows to sampled tokens.
 
 rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
-tokens     from the relay (decode), or from the host (prefill chunk, drafted tokens)
+tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the draft rows (verify)
 layers     the model's own code; its attention calls come back to the backend
-sampled    logits, sampler, tokens into the relay
-KV write   every layer's new keys and values, after the last read of the pool
+sampled    logits, sampler; in verify, acceptance; the newest token into the relay
+KV write   every layer's new keys and values, after the last read of the pool; in verify, those of accepted tokens only
 end        the end record: the full-execution fence
 """
 
@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape, Tree
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
+from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.sampler import Sampled, sample
+from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geometry
 
 
 class RowSource(Enum):
@@ -39,6 +41,28 @@ class RowSource(Enum):
     PRIVATE = auto()
 
 
+class DraftRows(Enum):
+    """How a verify program reads the drafts the scheduler wrote into shared rows.
+
+    SNAPSHOT: with the other rows, ahead of the marker. LIVE: where they are used, the acceptance at the end included;
+    the marker does not end these reads, so such a launch needs the full-execution fence.
+    """
+
+    SNAPSHOT = auto()
+    LIVE = auto()
+
+
+@dataclass(frozen=True)
+class DraftForm:
+    """What verify programs are compiled for: how drafts are read, and whether they may be trees or are chains."""
+
+    rows: DraftRows = DraftRows.SNAPSHOT
+    is_tree: bool = False
+
+
+CHAIN = DraftForm()
+
+
 @dataclass(frozen=True)
 class ProgramKey:
     """What distinguishes the compiled programs of one runner."""
@@ -47,6 +71,13 @@ class ProgramKey:
     source: RowSource
     end_record: bool  # whether the program may hold the barrier's FFI operations; without them it records nothing
     hold_points: bool = False
+    drafts: DraftForm | None = None  # of TARGET_VERIFY
+
+    @property
+    def early_drafts(self) -> int:
+        """Drafts per row that are read with the other rows."""
+        early = self.drafts is not None and self.drafts.rows is DraftRows.SNAPSHOT
+        return self.shape.queries - 1 if early else 0
 
     @property
     def label(self) -> str:
@@ -61,7 +92,7 @@ class HostInputs(NamedTuple):
 
     Attributes:
         row_ids: int32[B], slots; unused in DECODE, where the shared ``batch_slots`` says it.
-        tokens: int32[B, Q]; unused in DECODE, where tokens come from the relay.
+        tokens: int32[1, Q] of an EXTEND chunk; int32[B, 1], unused, elsewhere: tokens come from relay and draft rows.
         num_tokens: int32[], valid tokens of an EXTEND chunk.
         relay_slots: int32[B], where the sampled tokens go in the relay: the null slot when nobody needs them.
     """
@@ -73,12 +104,18 @@ class HostInputs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """Results of a launch: the new pool and relay, and what the host collects."""
+    """Results of a launch: the new pool and relay, and what the host collects.
+
+    Attributes:
+        sampled: one row per batch row; in TARGET_VERIFY Q rows for each, those of the accepted path first.
+        counts: int32[B], how many of a row's results count; None outside TARGET_VERIFY: one.
+    """
 
     pool: PagedKV
     relay: jax.Array
     sampled: Sampled
     end: jax.Array
+    counts: jax.Array | None = None
 
 
 def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_ids: jax.Array) -> StepRows:
@@ -89,8 +126,9 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
         row_ids: int32[>= B].
     """
     shape = key.shape
-    columns = tables[1:]
     widths = [shape.table_width, 1, NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS]
+    widths += [key.early_drafts] * 2 if key.early_drafts else []
+    columns = tables[1 : 1 + len(widths)]
     if key.source is RowSource.SNAPSHOT:
         slots, copies = ops.snapshot(ticket, row_ids, columns, num_rows=shape.batch, widths=widths)
     else:
@@ -98,8 +136,32 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
         if key.hold_points:
             slots = slots + ops.hold("copy.before_reads", ticket)
         copies = [table[slots, :width] for table, width in zip(columns, widths, strict=True)]
-    block_tables, lengths, floats, ints = copies
-    return StepRows(slots, block_tables, lengths[:, 0], floats, ints)
+    block_tables, lengths, floats, ints, *drafts = copies
+    return StepRows(slots, block_tables, lengths[:, 0], floats, ints, *drafts)
+
+
+def read_drafts_live(key: ProgramKey, slots: jax.Array, tables: list[jax.Array], after: jax.Array) -> list[jax.Array]:
+    """Draft tokens and parents int32[B, Q - 1], read from the shared rows once ``after`` is computed."""
+    num_drafts = key.shape.queries - 1
+    if not key.end_record:
+        return [table[slots, :num_drafts] for table in tables[-2:]]
+    # Tied to what comes before, or XLA would read everything at the start of the program.
+    slots = slots + ops.hold("drafts.before_reads", after)
+    _, drafts = ops.snapshot(
+        jnp.zeros(TICKET_WORDS, jnp.uint32), slots, tables[-2:], num_rows=slots.shape[0], widths=[num_drafts] * 2
+    )
+    return drafts
+
+
+def accepted_operands(
+    key: ProgramKey, tokens: jax.Array, draft_tokens: jax.Array, parents: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Node tokens and parents as ``accept`` takes them. In a chain the parents only say which entries are used."""
+    assert key.drafts is not None
+    nodes = jnp.concatenate([tokens[:, :1], draft_tokens], 1)
+    if not key.drafts.is_tree:
+        parents = jnp.where(parents >= 0, chain_parents(*parents.shape), -1)
+    return nodes, parents
 
 
 def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
@@ -143,10 +205,22 @@ def make_step_program(
         else:
             rows, metadata = private
         live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record)
-        context = AttentionStep(shape, metadata, pool, live, windows, num_tokens)
-
-        tokens = relay[rows.slots][:, None] if mode is ForwardMode.DECODE else inputs.tokens  # [B, Q]
+        tree = None
         positions = metadata.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)
+        if mode is ForwardMode.EXTEND:
+            tokens = inputs.tokens
+        else:
+            tokens = relay[rows.slots][:, None]  # [B, Q]
+        if key.drafts is not None:
+            draft_tokens, parents = rows.draft_tokens, rows.draft_parents
+            if key.drafts.rows is DraftRows.LIVE:
+                draft_tokens, parents = read_drafts_live(key, rows.slots, tables, metadata.lengths)
+            tokens = jnp.concatenate([tokens, draft_tokens], 1)
+            if key.drafts.is_tree:
+                depths, seen = tree_geometry(parents)
+                tree = Tree(seen, depths)
+                positions = metadata.lengths[:, None] + depths
+        context = AttentionStep(shape, metadata, pool, live, windows, num_tokens, tree)
         keys: list[jax.Array] = []
         values: list[jax.Array] = []
 
@@ -167,14 +241,26 @@ def make_step_program(
             floats = jnp.repeat(rows.sampling_floats, shape.queries, axis=0)
             ints = jnp.repeat(rows.sampling_ints, shape.queries, axis=0)
         sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids)
+        last_read = sampled.tokens[0]
 
-        if mode is not ForwardMode.TARGET_VERIFY:  # which verified token is the last one is for acceptance to say
-            relay_slots = rows.slots if mode is ForwardMode.DECODE else inputs.relay_slots
-            relay = relay.at[relay_slots].set(sampled.tokens)
-        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=sampled.tokens[0])
+        newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
+        if key.drafts is not None:
+            target = sampled.tokens.reshape(shape.batch, shape.queries)
+            if key.drafts.rows is DraftRows.LIVE:
+                draft_tokens, parents = read_drafts_live(key, rows.slots, tables, target)
+            path, counts = accept(*accepted_operands(key, tokens, draft_tokens, parents), target)
+            flat = (jnp.arange(shape.batch)[:, None] * shape.queries + path).reshape(-1)
+            sampled = Sampled(*(values[flat] for values in sampled))
+            newest = jnp.take_along_axis(sampled.tokens.reshape(target.shape), counts[:, None] - 1, 1)[:, 0]
+            # Accepted tokens are packed on their way to the pool, so nothing has to be moved there.
+            keys, values = [[along_path(x, path) for x in fresh] for fresh in (keys, values)]
+            is_accepted = jnp.arange(shape.queries, dtype=jnp.int32) < counts[:, None]
+            write_pages = jnp.where(is_accepted, write_pages, 0)
+        relay = relay.at[inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots].set(newest)
+        pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
         end = jnp.zeros(1, jnp.uint32)
         if key.end_record:
-            end = ops.record_end(ticket, pool.data, relay, *sampled)
-        return StepOutputs(pool, relay, sampled, end)
+            end = ops.record_end(ticket, pool.data, relay, *sampled, *([] if counts is None else [counts]))
+        return StepOutputs(pool, relay, sampled, end, counts)
 
     return step

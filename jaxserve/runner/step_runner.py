@@ -20,7 +20,15 @@ from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.program_cache import ProgramCache
-from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource, make_prep_program, make_step_program
+from jaxserve.runner.step_program import (
+    CHAIN,
+    DraftForm,
+    HostInputs,
+    ProgramKey,
+    RowSource,
+    make_prep_program,
+    make_step_program,
+)
 
 
 class StepRunner:
@@ -28,6 +36,7 @@ class StepRunner:
 
     Args:
         num_ids: token ids the tokenizer knows; vocabulary rows behind them are never sampled. None: all are known.
+        drafts: what verify programs are compiled for.
 
     Attributes:
         steps, preps: compiled programs.
@@ -37,7 +46,8 @@ class StepRunner:
     """
 
     def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None],
-                 num_ids: int | None = None):  # fmt: skip
+                 num_ids: int | None = None, drafts: DraftForm = CHAIN):  # fmt: skip
+        self.drafts = drafts
         self.runner = runner
         self.backend = runner.backend
         self.buckets = buckets
@@ -93,7 +103,10 @@ class StepRunner:
         return StepShape(mode, batch, queries, ceil_div(width_tokens, page_size), page_size)
 
     def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
-        return ProgramKey(shape, source, end_record=self.runner.has_marker, hold_points=self.runner.config.hold_points)
+        return ProgramKey(
+            shape, source, end_record=self.runner.has_marker, hold_points=self.runner.config.hold_points,
+            drafts=self.drafts if shape.mode is ForwardMode.TARGET_VERIFY else None,
+        )  # fmt: skip
 
     def _prep_key(self, shape: StepShape) -> ProgramKey:
         return self._key(shape, RowSource.SNAPSHOT if self.runner.has_marker else RowSource.COPY)
@@ -177,7 +190,9 @@ class StepRunner:
             runner.watcher.watch(out.sampled.tokens, [*late, step_done], launch_of(ticket))
         if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
             runner.shared_read_done_event = read_done
-        return Launch(batch, ends, step_done, out.sampled, wants_logprobs, number=launch_of(ticket))
+        return Launch(
+            batch, ends, step_done, out.sampled, wants_logprobs, out.counts, number=launch_of(ticket)
+        )
 
     def _await_writes(self, write_done: int) -> None:
         """Blocks until the row writes of a launch are done, for programs that cannot wait themselves.
@@ -218,13 +233,13 @@ class StepRunner:
             relay_slots = batch.slots if batch.samples else np.array([null], np.int32)
             return shape, HostInputs(batch.slots, tokens, np.int32(count), relay_slots)  # type: ignore[arg-type]
         rows = bucket_for(len(batch.owners), self.buckets.decode_batch)
-        queries = 1 if batch.tokens is None else batch.tokens.shape[1]
+        queries = 1
+        if batch.mode is ForwardMode.TARGET_VERIFY:
+            queries = bucket_for(batch.queries, self.buckets.verify_tokens)
         shape = self._shape(batch.mode, rows, queries, batch.max_length)
         slots = np.full(rows, null, np.int32)
         slots[: len(batch.slots)] = batch.slots
-        tokens = np.zeros((rows, queries), np.int32)
-        if batch.tokens is not None:
-            tokens[: len(batch.owners)] = batch.tokens
+        tokens = np.zeros((rows, 1), np.int32)
         return shape, HostInputs(slots, tokens, np.int32(queries), slots)  # type: ignore[arg-type]
 
 

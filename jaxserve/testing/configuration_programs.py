@@ -89,7 +89,11 @@ class ConfigurationPrograms:
             model=abstract_model(model_config, jnp.dtype(dtype)),
             kv=self._kv,
             rows=SimpleNamespace(
-                layout=RowLayout(config.max_running_requests, ceil_div(context_length, config.page_size))
+                layout=RowLayout(
+                    config.max_running_requests,
+                    ceil_div(context_length, config.page_size),
+                    num_drafts=max(verify_tokens, default=1) - 1,
+                )
             ),
             config=config,
             has_marker=config.shared_read_marker,
@@ -121,6 +125,7 @@ class ConfigurationPrograms:
             program.ends,
             donated={} if is_prep else {"pool": self._num_leaves, "relay": self._num_leaves + 1},
             pool_shape=None if is_prep else self._kv.shape,
+            drafts=program.key.drafts,
             seconds=time.monotonic() - start,
             graphs=graphs,
         )

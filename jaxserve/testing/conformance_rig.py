@@ -34,6 +34,7 @@ from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.sampling_rows import WANTS_LOGPROBS
+from jaxserve.runner.step_program import DraftForm
 from jaxserve.runner.step_runner import StepRunner
 
 MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND)
@@ -120,7 +121,7 @@ class Rig:
         )  # fmt: skip
         self.model = tiny_model(jnp.dtype(dtype))
         width = CONTEXT // page_size
-        self.layout = RowLayout(SLOTS, width)
+        self.layout = RowLayout(SLOTS, width, num_drafts=VERIFY_TOKENS - 1)
         model = self.model.config
         self.kv = KVLayout(
             model.num_layers, model.num_kv_heads, model.head_dim, SLOTS * width + 2, page_size, jnp.dtype(dtype)
@@ -129,7 +130,8 @@ class Rig:
         self.watched = WatchedBackend(backend)
         self.runner = ModelRunner(self.model, self.watched, self.rows, self.kv, config, platform, name="conformance")
         buckets = Buckets((SLOTS,), (CHUNK,), (CONTEXT,), (VERIFY_TOKENS,))
-        self.steps = StepRunner(self.runner, buckets, lambda label: None)
+        drafts = DraftForm(is_tree=backend.supports_trees)
+        self.steps = StepRunner(self.runner, buckets, lambda label: None, drafts=drafts)
         self.is_synchronous = False
         # On a GPU the dispatching thread passes hold points, and a delay stalls the device: a gate would stop the host.
         self._device_stall_us = 0 if platform == "cpu" else DEVICE_STALL_US
@@ -138,6 +140,16 @@ class Rig:
         self._pool = self._random.standard_normal(self.kv.shape).astype(np.float32)
         self._pool[:, :, :, -1] *= 4.0  # the page that poisoned block tables name
         self._pool[:, :, :, 0] = 0.0
+        self._drafts_settled = False
+
+    def _settle_drafts(self) -> None:
+        """Makes the drafts those that the model accepts: whoever reads others gets other results."""
+        self._drafts_settled = True
+        accepted_nodes = [1, 3] if self.steps.drafts.is_tree else [1, 2, 3]
+        for place, node in enumerate(accepted_nodes):
+            launch, _ = self.launch(ForwardMode.TARGET_VERIFY)
+            self.right["draft_tokens"][LIVE_SLOTS, node - 1] = launch.collect().tokens[:, place]
+            self.rows.stream.sync()
 
     def close(self) -> None:
         """Waits for what runs and lets go of the fences."""
@@ -159,6 +171,8 @@ class Rig:
             "lengths": lengths,
             "sampling_floats": floats,
             "sampling_ints": ints,
+            "draft_tokens": self._random.integers(0, 96, (SLOTS + 1, VERIFY_TOKENS - 1)),
+            "draft_parents": np.tile([[0, 0, 1] if self.steps.drafts.is_tree else [0, 1, 2]], (SLOTS + 1, 1)),
         }
         poison = {
             "batch_slots": np.roll(batch[:, ::-1], 1),
@@ -166,6 +180,8 @@ class Rig:
             "lengths": (lengths + 21) % 50,
             "sampling_floats": np.tile([[3.0, 0.3, 0.0, 0.0]], (SLOTS + 1, 1)),
             "sampling_ints": np.array([[0, 31 * slot + 5, 3, 0] for slot in range(SLOTS + 1)]),
+            "draft_tokens": self._random.integers(0, 96, (SLOTS + 1, VERIFY_TOKENS - 1)),
+            "draft_parents": np.tile([[0, 1, 0] if self.steps.drafts.is_tree else [-1, -1, -1]], (SLOTS + 1, 1)),
         }
         kinds = {name: dtype for name, (_, _, dtype) in self.layout.shapes().items()}
         return tuple(  # type: ignore[return-value]
@@ -180,8 +196,8 @@ class Rig:
         if mode is ForwardMode.EXTEND:
             tokens = random.integers(0, 96, (1, CHUNK_USED)).astype(np.int32)
             return StepBatch(1, mode, ("a",), LIVE_SLOTS[:1], CONTEXT, tokens)
-        drafted = random.integers(0, 96, (len(LIVE_SLOTS), VERIFY_TOKENS)).astype(np.int32)
-        return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, None if mode is ForwardMode.DECODE else drafted)
+        queries = 1 if mode is ForwardMode.DECODE else VERIFY_TOKENS
+        return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, queries=queries)
 
     def launch(self, mode: ForwardMode) -> tuple[Launch, Event]:
         """Writes the right tables and launches a step; returns it with the event of its declared read end."""
@@ -202,13 +218,18 @@ class Rig:
             values |= {
                 "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:].astype(np.float32),
                 "relay": np.asarray(self.runner.relay)[:-1],
+                **({} if launch.counts is None else {"counts": np.asarray(launch.counts)}),
             }
         except Exception:  # whatever the execution raised; that it fails only when poisoned is the finding
             self.runner.channel.abandon_all()
             self.rows.recover()
             return None
         live = launch.sampled.tokens.shape[0] * len(launch.batch.owners) // self._padded(launch)
-        return {name: value if name in ("pool", "relay") else value[:live] for name, value in values.items()}
+        whole = ("pool", "relay")
+        outcome = {name: value if name in whole else value[:live] for name, value in values.items()}
+        if launch.counts is not None:
+            outcome["counts"] = outcome["counts"][: len(launch.batch.owners)]
+        return outcome
 
     @staticmethod
     def _padded(launch: Launch) -> int:
@@ -232,6 +253,8 @@ class Rig:
 
     def coarse(self, mode: ForwardMode, poisoned: str | None = None) -> Outcome | None:
         """A step whose tables are overwritten, if at all, behind its full-execution fence: what is right."""
+        if mode is ForwardMode.TARGET_VERIFY and not self._drafts_settled:
+            self._settle_drafts()
         launch, _ = self.launch(mode)
         if poisoned is not None:
             self.rows.wait(launch.step_done)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.barrier.shared_rows import RowLayout
-from jaxserve.runner.step_program import RowSource
+from jaxserve.runner.step_program import DraftForm, DraftRows, RowSource
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.scheduled_hlo import reads_of, uses_after
 from jaxserve.testing.step_programs import aliased_outputs, copies_of_shape
 from jaxserve.testing.thunk_sequence import GraphUse
 
-TABLES = tuple(RowLayout(1, 1).shapes())  # names, in the order programs take them
+TABLES = tuple(RowLayout(1, 1, num_drafts=1).shapes())  # names, in the order programs take them
+DRAFT_TABLES = TABLES[-2:]  # there with speculation only
 SNAPSHOT, END = "jaxserve_snapshot", "jaxserve_record_end"
 
 
@@ -81,8 +82,10 @@ def fence_of(source: RowSource, ends: SharedReadEnds, *, is_prep: bool, has_mark
     return SNAPSHOT if ends is SharedReadEnds.IN_REPLAY else END
 
 
-def late_reads(hlo_text: str, fence: str | None) -> list[ReadViolation]:
+def late_reads(hlo_text: str, fence: str | None, drafts: DraftForm | None = None) -> list[ReadViolation]:
     """Uses of shared tables behind ``fence`` (see ``fence_of``), each with the table's name.
+
+    Drafts that are read live have the full-execution fence, whatever the other rows have.
 
     Raises:
         ValueError: the text is not scheduled, or the fence is missing from it.
@@ -90,10 +93,14 @@ def late_reads(hlo_text: str, fence: str | None) -> list[ReadViolation]:
     found = []
     for number, table in enumerate(TABLES):
         name = [f"tables[{number}]"]
-        if fence is None:
+        if table in DRAFT_TABLES and name[0] not in hlo_text:
+            continue
+        is_live = table in DRAFT_TABLES and drafts is not None and drafts.rows is DraftRows.LIVE
+        table_fence = END if is_live and fence != "" else fence
+        if table_fence is None:
             uses = reads_of(hlo_text, name)
-        elif fence:
-            uses = uses_after(hlo_text, name, fence, concurrent=True)
+        elif table_fence:
+            uses = uses_after(hlo_text, name, table_fence, concurrent=True)
         else:
             uses = []
         found += [ReadViolation(table, use) for use in uses]
@@ -108,6 +115,7 @@ def examine(
     *,
     donated: dict[str, int],
     pool_shape: Sequence[int] | None,
+    drafts: DraftForm | None = None,
     seconds: float = 0.0,
     graphs: GraphUse | None = None,
 ) -> ProgramReport:
@@ -120,13 +128,14 @@ def examine(
         ends: where its reads are taken to end.
         donated: argument name -> parameter number of what must be taken over by an output.
         pool_shape: shape no instruction may copy; None for a program without a pool.
+        drafts: how a verify program reads its drafts.
         seconds: compile time.
         graphs: division into CUDA graphs.
     """
     faults: list[str] = []
     reads: list[ReadViolation] = []
     try:
-        reads = late_reads(hlo_text, fence)
+        reads = late_reads(hlo_text, fence, drafts)
     except ValueError as error:
         faults.append(str(error))
     aliased = set(aliased_outputs(hlo_text))

@@ -16,7 +16,14 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
-from jaxserve.runner.step_program import ProgramKey, RowSource, make_prep_program, make_step_program
+from jaxserve.runner.step_program import (
+    CHAIN,
+    DraftForm,
+    ProgramKey,
+    RowSource,
+    make_prep_program,
+    make_step_program,
+)
 
 
 def step_program(
@@ -30,6 +37,7 @@ def step_program(
     page_size: int = 16,
     num_pages: int = 64,
     dtype: Any = jnp.float32,
+    drafts: DraftForm = CHAIN,
 ) -> tuple[Callable, tuple]:
     """A step program as the runner would make it, with its abstract arguments; no weight is allocated.
 
@@ -38,19 +46,25 @@ def step_program(
     width = -(-context_length // page_size)
     ends = backend.shared_read_ends(mode)
     source = RowSource.PRIVATE if ends is SharedReadEnds.PRE_REPLAY else RowSource.SNAPSHOT
-    key = ProgramKey(StepShape(mode, batch, queries, width, page_size), source, end_record=True)
+    verifies = mode is ForwardMode.TARGET_VERIFY
+    shape = StepShape(mode, batch, queries, width, page_size)
+    key = ProgramKey(shape, source, end_record=True, drafts=drafts if verifies else None)
     model = abstract_model(config, dtype)
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
     function = make_step_program(key, backend, model.bind, config.attention_windows)
-    return function, step_arguments(key, RowLayout(batch, width), model.leaves, kv)
+    layout = RowLayout(batch, width, num_drafts=queries - 1 if verifies else 0)
+    return function, step_arguments(key, layout, model.leaves, kv)
 
 
 def prep_program(
     backend: AttentionBackend, mode: ForwardMode, *, batch: int, queries: int = 1, width: int = 16, page_size: int = 16
 ) -> tuple[Callable, tuple]:
     """A prep program as the runner would make it, with its abstract arguments."""
-    key = ProgramKey(StepShape(mode, batch, queries, width, page_size), RowSource.SNAPSHOT, end_record=True)
-    return make_prep_program(key, backend), prep_arguments(key, RowLayout(batch, width))
+    verifies = mode is ForwardMode.TARGET_VERIFY
+    shape = StepShape(mode, batch, queries, width, page_size)
+    key = ProgramKey(shape, RowSource.SNAPSHOT, end_record=True, drafts=CHAIN if verifies else None)
+    layout = RowLayout(batch, width, num_drafts=queries - 1 if verifies else 0)
+    return make_prep_program(key, backend), prep_arguments(key, layout)
 
 
 def compiled_text(function: Callable, arguments: tuple, donate: tuple[int, ...] = STEP_DONATES) -> str:
