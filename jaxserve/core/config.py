@@ -44,6 +44,18 @@ class EngineConfig:
         compat_unsound_fallback: with no marker, publish before the reads end, as the original does. Unsafe.
         shared_updates: how control rows reach the device: ``"shared"`` writes them in place; ``"upload"`` and
             ``"functional"`` exist to be compared with it.
+        speculative_algorithm: name of a registered algorithm that drafts tokens; None: none.
+        speculative_num_draft_tokens: most tokens verified per sequence and step, the newest one included.
+        speculative_adaptive: draft as much as pays off, down to nothing; False: always as many as there are.
+        speculative_ngram_fence: ``"coarse"`` reads drafts where they are used and waits for the whole execution;
+            ``"relay"`` snapshots them and uses the backend's fence.
+        speculative_ngram_match_type: ``"bfs"`` (newest continuations) or ``"prob"`` (most frequent).
+        speculative_ngram_min_bfs_breadth / _max_bfs_breadth: children per node of draft trees; 1 and 1 are chains.
+        speculative_ngram_max_match_window_size: newest tokens that are looked up.
+        speculative_ngram_max_trie_depth: longest n-gram stored.
+        speculative_ngram_capacity: nodes of the trie; the least recently used go first.
+        speculative_ngram_external_corpus_path: text to know from the start (.txt or .jsonl).
+        speculative_ngram_external_corpus_max_tokens: most tokens taken from it.
         seed: seed of the seeds drawn for requests that bring none; None draws from the system.
         fence_timeout_s: longest wait for a record before a step is failed.
         compilation_cache_dir: persistent XLA cache; ``""`` disables it, None takes the default folder.
@@ -74,6 +86,18 @@ class EngineConfig:
     shared_read_marker: bool = True
     compat_unsound_fallback: bool = False
     shared_updates: SharedUpdates = "shared"
+    speculative_algorithm: str | None = None
+    speculative_num_draft_tokens: int = 8
+    speculative_adaptive: bool = True
+    speculative_ngram_fence: str = "coarse"
+    speculative_ngram_match_type: str = "bfs"
+    speculative_ngram_min_bfs_breadth: int = 1
+    speculative_ngram_max_bfs_breadth: int = 1
+    speculative_ngram_max_match_window_size: int = 12
+    speculative_ngram_max_trie_depth: int = 18
+    speculative_ngram_capacity: int = 1_000_000
+    speculative_ngram_external_corpus_path: str | None = None
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     seed: int | None = None
     fence_timeout_s: float = 60.0
     compilation_cache_dir: str | None = None
@@ -97,6 +121,7 @@ class EngineConfig:
             raise ConfigError(f"--load-format must be auto or dummy, got {self.load_format!r}")
         if self.shared_updates not in ("shared", "upload", "functional"):
             raise ConfigError(f"shared_updates must be shared, upload or functional, got {self.shared_updates!r}")
+        self._check_speculation()
         for name in ("prefill_token_buckets", "decode_batch_buckets"):
             buckets = getattr(self, name)
             if buckets is not None:
@@ -114,6 +139,21 @@ class EngineConfig:
                 if getattr(self, name):
                     flag = "--" + name.replace("_", "-")
                     raise ConfigError(f"{flag} can corrupt output; add --allow-unsafe if this is an experiment")
+
+    def _check_speculation(self) -> None:
+        self._check_range("speculative_num_draft_tokens", 2, 64)
+        if self.speculative_algorithm is not None and not isinstance(self.speculative_algorithm, str):
+            raise ConfigError(f"--speculative-algorithm must be a name, got {self.speculative_algorithm!r}")
+        for name, choices in (("fence", ("coarse", "relay")), ("match_type", ("bfs", "prob"))):
+            value = getattr(self, f"speculative_ngram_{name}")
+            if value not in choices:
+                flag = f"--speculative-ngram-{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} must be {' or '.join(choices)}, got {value!r}")
+        for name in ("min_bfs_breadth", "max_bfs_breadth", "capacity", "external_corpus_max_tokens"):
+            self._check_range(f"speculative_ngram_{name}", 1, None)
+        self._check_range("speculative_ngram_min_bfs_breadth", 1, self.speculative_ngram_max_bfs_breadth)
+        self._check_range("speculative_ngram_max_match_window_size", 1, None)
+        self._check_range("speculative_ngram_max_trie_depth", self.speculative_ngram_max_match_window_size + 1, None)
 
     def _check_range(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)

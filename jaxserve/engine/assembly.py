@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.paged_kv import KVLayout
 from jaxserve.attention.registry import make_backend
 from jaxserve.barrier.cuda_settings import check_cuda_settings
@@ -24,11 +25,15 @@ from jaxserve.models.loading.default_model import cache_folder, default_model_pa
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
 from jaxserve.runner.buckets import make_buckets
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.war_barrier import WarBarrier
+from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
+from jaxserve.speculative.registry import make_algorithm
+from jaxserve.speculative.speculation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +105,16 @@ def pool_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_byt
     return min(wanted, affordable)
 
 
+def _checked_form(algorithm: SpeculativeAlgorithm, config: EngineConfig, backend: AttentionBackend) -> DraftForm:
+    drafts = algorithm.draft_form(config)
+    if drafts.is_tree and not backend.supports_trees:
+        raise ConfigError(
+            f"{algorithm.name} drafts trees, but the attention backend {backend.name!r} only verifies chains; "
+            "choose another backend, or --speculative-ngram-max-bfs-breadth 1"
+        )
+    return drafts
+
+
 def assemble(
     config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]
 ) -> EngineParts:
@@ -138,10 +153,20 @@ def assemble(
     kv = KVLayout(kv.num_layers, kv.num_kv_heads, kv.head_dim, num_pages, kv.page_size, kv.dtype)
     progress(f"KV pool: {num_pages - 1} pages of {kv.page_size} tokens, {kv.bytes_per_page * num_pages // MIB} MiB")
 
-    layout = RowLayout(config.max_running_requests, ceil_div(context_length, config.page_size))
+    num_ids = min(checkpoint.tokenizer.vocab_size, model_config.vocab_size)
+    algorithm = make_algorithm(AlgorithmContext(config, num_ids, checkpoint.tokenizer.encode))
+    drafts = CHAIN if algorithm is None else _checked_form(algorithm, config, backend)
+    layout = RowLayout(
+        config.max_running_requests, ceil_div(context_length, config.page_size),
+        num_drafts=max(buckets.verify_tokens, default=1) - 1,
+    )  # fmt: skip
     rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
     runner = ModelRunner(model, backend, rows, kv, config, platform)
-    worker = TargetWorker(runner, StepRunner(runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size))
+    step_runner = StepRunner(runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size, drafts=drafts)
+    worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
+    speculation = None
+    if algorithm is not None:
+        speculation = Speculation(algorithm, buckets, num_ids, config.speculative_adaptive)
     barrier = WarBarrier(
         rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
     )
@@ -149,6 +174,6 @@ def assemble(
         log.warning("the write-after-read barrier is disabled: output may be corrupt")
     scheduler = Scheduler(
         worker, rows, PagePool(num_pages, config.page_size), barrier,
-        chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size,
+        chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size, speculation=speculation,
     )  # fmt: skip
     return EngineParts(checkpoint, model, context_length, rows, worker, scheduler, platform)

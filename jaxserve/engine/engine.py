@@ -19,7 +19,8 @@ from jaxserve.engine.assembly import assemble
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output import OutputBuilder
 from jaxserve.runner.batch import StepBatch
-from jaxserve.runner.launch import Launch, StepResult
+from jaxserve.runner.launch import Launch
+from jaxserve.scheduler.scheduler import Committed
 from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
 
@@ -53,6 +54,7 @@ class Engine:
         self._overlap = not config.disable_overlap_schedule
         self._in_flight: collections.deque[Launch] = collections.deque()  # dispatched, not committed; oldest first
         self._undelivered: list[OutputDelta] = []
+        self._busy_since = 0.0
         self._closed = False
         self._outputs: dict[Sequence, OutputBuilder] = {}
         self._requests: dict[str, list[Sequence]] = {}
@@ -75,11 +77,16 @@ class Engine:
         try:
             if not self._in_flight and self.parts.rows.stream.error:
                 self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
+            if not self._in_flight:
+                self._busy_since = time.perf_counter()
             ahead = self._dispatch(self.scheduler.plan())
-            may_stay = 1 if ahead and self._overlap else 0
-            while len(self._in_flight) > may_stay:
-                self._commit(self._in_flight[0], self._in_flight[0].collect(), deltas)
-                self._in_flight.popleft()
+            while len(self._in_flight) > (1 if ahead and self._overlap else 0):
+                committed = self._collect()
+                try:
+                    if self._overlap and not self._in_flight:  # the plan wanted these tokens; delivering them can wait
+                        ahead = self._dispatch(self.scheduler.plan())
+                finally:
+                    self._deliver(committed, deltas)
         except BaseException as error:
             log.exception("step %d failed", self.scheduler.step_number)
             deltas += self._fail_running(error)
@@ -95,10 +102,23 @@ class Engine:
         self.metrics.launched(batch)
         return True
 
-    def _commit(self, launch: Launch, result: StepResult, deltas: list[OutputDelta]) -> None:
+    def _collect(self) -> list[Committed]:
+        """Blocks for the oldest launch and commits its tokens."""
+        launch = self._in_flight[0]
+        committed = self.scheduler.commit(launch, launch.collect())
+        self._in_flight.popleft()
+        now = time.perf_counter()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.timed(launch.batch, now - self._busy_since)
+        self._busy_since = now  # the next step is busy from here on, if there is one
+        return committed
+
+    def _deliver(self, tokens: list[Committed], deltas: list[OutputDelta]) -> None:
         ended = []
-        for committed in self.scheduler.commit(launch, result):
+        for committed in tokens:
             output = self._outputs[committed.sequence]
+            if output.finish_reason is not None:
+                continue  # a verified token behind the one that ended the output
             deltas.append(output.push(committed))
             self.metrics.committed(committed.sequence)
             if output.finish_reason is not None:
@@ -248,7 +268,7 @@ class Engine:
             message = f"row writes stopped: {stream_error} ({message})"
         lost = [s for s in self._outputs if s in self.scheduler.running or s.num_in_flight]
         for sequence in lost:
-            sequence.num_in_flight = 0
+            sequence.num_in_flight, sequence.awaits_verify = 0, False
             deltas.append(self._outputs[sequence].end("error", error=message))
             self._finish(sequence)
         return deltas
@@ -302,6 +322,8 @@ class Engine:
         self._closed = True
         self._in_flight.clear()
         self.parts.worker.close()
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.algorithm.close()
 
     def _refuse_if_closed(self) -> None:
         if self._closed:  # its launches would be fenced by nothing

@@ -20,6 +20,8 @@ LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 )  # fmt: skip
 
+_STEP_NAMES = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+
 
 class EngineMetrics:
     """Counters and gauges of one engine.
@@ -73,7 +75,7 @@ class EngineMetrics:
 
     def launched(self, batch: StepBatch) -> None:
         """A step was dispatched."""
-        self._steps.labels(mode="prefill" if batch.mode is ForwardMode.EXTEND else "decode", **self._model).inc()
+        self._steps.labels(mode=_STEP_NAMES[batch.mode], **self._model).inc()
 
     def committed(self, sequence: Sequence) -> None:
         """A token was committed to an output."""

@@ -48,7 +48,7 @@ class OutputBuilder:
             text, matched = self._text.push([token])
             if matched is not None:
                 reason, stop_reason = "stop", matched
-            elif len(sequence.token_ids) >= sequence.max_total:
+            elif committed.length >= sequence.max_total:
                 reason = "length"
         if reason is not None:
             self.finish_reason = reason

@@ -10,6 +10,7 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, powers_of_two
 
 SMALLEST_PREFILL = 16
+SMALLEST_VERIFY = 4
 SMALLEST_WIDTH = 256  # tokens
 WIDTH_FACTOR = 4  # between neighbouring widths
 
@@ -56,6 +57,10 @@ def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool)
     Raises:
         ConfigError: a bucket beyond the limit it serves.
     """
+    verify: tuple[int, ...] = ()
+    if config.speculative_algorithm is not None:
+        most = config.speculative_num_draft_tokens
+        verify = powers_of_two(most, min(SMALLEST_VERIFY, most)) if config.speculative_adaptive else (most,)
     chunk = min(config.chunked_prefill_size, context_length)
     prefill = config.prefill_token_buckets or powers_of_two(chunk, min(SMALLEST_PREFILL, chunk))
     decode = config.decode_batch_buckets or powers_of_two(config.max_running_requests)
@@ -72,4 +77,4 @@ def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool)
         while size < context_length:
             widths.append(size)
             size *= WIDTH_FACTOR
-    return Buckets(decode, prefill, tuple(sorted(widths)))
+    return Buckets(decode, prefill, tuple(sorted(widths)), verify)

@@ -1,7 +1,8 @@
 """Decides what each step computes, and writes the plan into the shared rows.
 
-A step is either one prefill chunk or one token for every sequence that decodes; the two alternate while both have work.
-Plans run ahead of results: a step is planned while the one before it runs, from what is certain without its tokens.
+A step is either one prefill chunk, or one token, or with speculation several, for every sequence that decodes; the two
+alternate while both have work. Plans run ahead of results: a step is planned while the one before it runs, from what is
+certain without its tokens. Drafts are not: they follow the newest token, so a verify step is planned when that is known.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from jaxserve.runner.sampling_rows import sampling_row
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.war_barrier import WarBarrier
+from jaxserve.speculative.speculation import Speculation
+from jaxserve.speculative.trees import EMPTY
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,15 @@ class Committed:
     token_id: int
     logprob: TokenLogprob | None
     finite: bool  # false: the logits were not numbers and the token means nothing
+    length: int  # tokens of the sequence, this one included
 
 
 class Scheduler:
     """Waiting and running sequences, their pages and slots, and the barrier that guards the rows it writes."""
 
     def __init__(self, worker: TargetWorker, rows: SharedRows, pool: PagePool, barrier: WarBarrier, *,
-                 chunk_size: int, vocab_size: int):  # fmt: skip
+                 chunk_size: int, vocab_size: int, speculation: Speculation | None = None):  # fmt: skip
+        self.speculation = speculation
         self.worker = worker
         self.rows = rows
         self.pool = pool
@@ -70,6 +75,8 @@ class Scheduler:
             self.running.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -88,11 +95,17 @@ class Scheduler:
     def plan(self) -> StepBatch[Sequence] | None:
         """The next step, with the rows it needs written; None when nothing can be computed now."""
         self._admit()
-        prefill = next((s for s in self.running if s.prefilling), None)
+        prefill = self._next_prefill()
         decode = self._decodable()
         if prefill is not None and not (decode and self._decode_next):
             return self._plan_prefill(prefill)
-        return self._plan_decode(decode) if decode else None
+        batch = self._plan_tokens(decode) if decode else None
+        if batch is None and (prefill := self._next_prefill()) is not None:  # meanwhile
+            return self._plan_prefill(prefill)
+        return batch
+
+    def _next_prefill(self) -> Sequence | None:
+        return next((s for s in self.running if s.prefilling), None)
 
     def _decodable(self) -> list[Sequence]:
         return [s for s in self.running if not s.prefilling and not s.fully_planned]
@@ -134,6 +147,48 @@ class Scheduler:
             tokens=np.array([chunk], np.int32), samples=last,
         )  # fmt: skip
 
+    def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
+        """A decode or a verify step; None while it depends on tokens that are in flight."""
+        if self.speculation is None:
+            return self._plan_decode(sequences)
+        if any(s.awaits_verify for s in sequences):
+            return None
+        queries = self.speculation.queries_for(sequences)
+        if queries == 1:
+            return self._plan_decode(sequences)
+        if any(s.num_in_flight for s in sequences):
+            return None
+        return self._plan_verify(self.speculation, sequences, queries)
+
+    def _plan_verify(
+        self, speculation: Speculation, sequences: list[Sequence], queries: int
+    ) -> StepBatch[Sequence] | None:
+        trees = dict(zip(sequences, speculation.draft(sequences, queries - 1), strict=True))
+        if not any(tree.tokens for tree in trees.values()):
+            return self._plan_decode(sequences)
+        ready = [s for s in sequences if self._grow(s)]
+        ready = [s for s in ready if s.status is Status.RUNNING]
+        self._decode_next = False
+        if not ready:
+            return None
+        tokens = np.zeros((len(ready), queries - 1), np.int32)
+        parents = np.full((len(ready), queries - 1), -1, np.int32)
+        for row, sequence in enumerate(ready):
+            tree = trees[sequence]
+            if not self._allot(sequence, 1 + tree.depth):
+                tree = EMPTY  # drafts are not worth another sequence's pages
+            tokens[row, : len(tree.tokens)] = tree.tokens
+            parents[row, : len(tree.parents)] = tree.parents
+            speculation.sent(sequence, tree)
+        slots = np.array([s.slot for s in ready], np.int32)
+        self.rows.set_lengths(slots, np.array([s.num_scheduled for s in ready], np.int32))
+        self.rows.set_drafts(slots, tokens, parents)
+        for sequence in ready:
+            sequence.awaits_verify = True
+            sequence.num_in_flight += 1
+        longest = max(min(s.num_scheduled + queries, s.max_total) for s in ready)
+        return StepBatch(self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), slots, longest, queries=queries)
+
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
         ready = [s for s in sequences if self._grow(s)]
         ready = [s for s in ready if s.status is Status.RUNNING]  # one that was ready may have been preempted since
@@ -157,17 +212,24 @@ class Scheduler:
     def _grow(self, sequence: Sequence) -> bool:
         """Makes room for one more token, taking pages from the youngest sequence when none is free."""
         while sequence.status is Status.RUNNING:
-            if sequence.num_scheduled < len(sequence.page_ids) * self.pool.page_size:
+            if self._allot(sequence, 1):
                 return True
-            pages = self.pool.allocate(1)
-            if pages is not None:
-                assert sequence.slot is not None
-                first = len(sequence.page_ids)
-                sequence.page_ids += pages  # before the write, which may fail: an owner knows its pages
-                self.rows.set_pages(sequence.slot, first, pages)
-            else:
-                self._preempt(next(s for s in reversed(self.running) if s.slot is not None))
+            self._preempt(next(s for s in reversed(self.running) if s.slot is not None))
         return False
+
+    def _allot(self, sequence: Sequence, count: int) -> bool:
+        """Makes room for ``count`` more tokens from free pages; False, and nothing taken, when they do not suffice."""
+        assert sequence.slot is not None
+        first = len(sequence.page_ids)
+        missing = ceil_div(sequence.num_scheduled + count, self.pool.page_size) - first
+        if missing <= 0:
+            return True
+        pages = self.pool.allocate(missing)
+        if pages is None:
+            return False
+        sequence.page_ids += pages  # before the write, which may fail: an owner knows its pages
+        self.rows.set_pages(sequence.slot, first, pages)
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's slot and pages; it will be prefilled again, output included. The oldest sequence is only
@@ -208,11 +270,23 @@ class Scheduler:
         committed = []
         for row, sequence in enumerate(batch.owners):
             sequence.num_in_flight -= 1
+            sequence.awaits_verify = False
             if sequence.status is Status.FINISHED:
                 continue
-            token = int(result.tokens[row])
-            sequence.token_ids.append(token)
-            committed.append(Committed(sequence, token, _logprob(sequence, result, row), bool(result.finite[row])))
+            count = int(result.counts[row])
+            if batch.mode is ForwardMode.TARGET_VERIFY:
+                sequence.num_scheduled += count
+            for place in range(count):
+                token = int(result.tokens[row, place])
+                sequence.token_ids.append(token)
+                committed.append(
+                    Committed(
+                        sequence, token, _logprob(sequence, result, row, place), bool(result.finite[row, place]),
+                        len(sequence.token_ids),
+                    )
+                )  # fmt: skip
+            if self.speculation is not None:
+                self.speculation.committed(sequence, count)
         return committed
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -236,9 +310,10 @@ class Scheduler:
             raise JaxserveError(f"slots are inconsistent: {sorted(held)} held and {sorted(self.free_slots)} free")
 
 
-def _logprob(sequence: Sequence, result: StepResult, row: int) -> TokenLogprob | None:
+def _logprob(sequence: Sequence, result: StepResult, row: int, place: int) -> TokenLogprob | None:
     count = sequence.request.params.logprobs
     if count is None:
         return None
-    top = zip(result.top_ids[row, :count].tolist(), result.top_logprobs[row, :count].tolist(), strict=True)
-    return TokenLogprob(int(result.tokens[row]), float(result.logprobs[row]), tuple(top))
+    at = row, place
+    top = zip(result.top_ids[at][:count].tolist(), result.top_logprobs[at][:count].tolist(), strict=True)
+    return TokenLogprob(int(result.tokens[at]), float(result.logprobs[at]), tuple(top))

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts of the next tokens, and how the target accepts them."""
+"""Speculative decoding: who drafts tokens, and how many are worth verifying."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.attention.base import AttentionStep, LiveRows, StepMetadata, StepShape
+from jaxserve.attention.base import AttentionStep, LiveRows, StepMetadata, StepShape, Tree
 from jaxserve.attention.native import NativeBackend
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.barrier.native import native_module
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.verify import tree_geometry
 
 CASES = [
     # batch, queries, heads, kv heads, dim, page size, context lengths, window
@@ -56,11 +59,14 @@ def plain_attention(step, layer, q, k, v):
             keys = [data[layer, 0, kv, page, offset] for page, offset in rows] + list(k[b, :, kv].astype(np.float64))
             values = [data[layer, 1, kv, page, offset] for page, offset in rows] + list(v[b, :, kv].astype(np.float64))
             for i in range(queries):
-                end = length + i + 1
-                begin = 0 if window is None else max(0, end - window)
-                scores = np.array(keys[begin:end]) @ q[b, i, h].astype(np.float64) / np.sqrt(dim)
+                depths = np.arange(queries) if step.tree is None else np.asarray(step.tree.depths[b])
+                sees = np.arange(queries) <= i if step.tree is None else np.asarray(step.tree.seen[b, i])
+                begin = -1 if window is None else length + depths[i] - window
+                seen = [p for p in range(length) if p > begin]
+                seen += [length + j for j in range(queries) if sees[j] and length + depths[j] > begin]
+                scores = np.array(keys)[seen] @ q[b, i, h].astype(np.float64) / np.sqrt(dim)
                 weights = np.exp(scores - scores.max())
-                out[b, i, h] = weights @ np.array(values[begin:end]) / weights.sum()
+                out[b, i, h] = weights @ np.array(values)[seen] / weights.sum()
     return out
 
 
@@ -70,6 +76,28 @@ def plain_attention(step, layer, q, k, v):
 def test_attention_equals_plain_softmax(case, backend, layer):
     native_module("cpu")
     step, q, k, v = make_case(*case)
+    got = jax.jit(lambda q, k, v: backend.attend(step, layer, q, k, v))(q, k, v)
+    np.testing.assert_allclose(np.asarray(got), plain_attention(step, layer, q, k, v), atol=2e-5)
+
+
+TREE_CASES = [  # the last one has more new tokens than fit a block of the kernel, and a context that ends a chunk
+    (2, 5, 4, 2, 16, 4, [9, 0], 3),
+    (3, 8, 9, 3, 64, 16, [250, 17, 1], 6),
+    (1, 64, 2, 1, 32, 16, [256], 20),
+]
+
+
+@pytest.mark.parametrize("case", TREE_CASES, ids=str)
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda b: b.name)
+@pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
+def test_tree_attention_equals_plain_softmax(case, backend, layer):
+    native_module("cpu")
+    step, q, k, v = make_case(*case)
+    random = np.random.default_rng(4)
+    parents = [[random.integers(max(0, n - 3), n + 1) for n in range(case[1] - 1)] for _ in range(case[0])]
+    depths, seen = tree_geometry(jnp.asarray(parents, jnp.int32))
+    assert not np.array_equal(seen[0], np.tri(case[1], dtype=bool))  # no chain
+    step = dataclasses.replace(step, tree=Tree(seen, depths))
     got = jax.jit(lambda q, k, v: backend.attend(step, layer, q, k, v))(q, k, v)
     np.testing.assert_allclose(np.asarray(got), plain_attention(step, layer, q, k, v), atol=2e-5)
 

@@ -1,0 +1,86 @@
+"""The contract of a speculative algorithm."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxserve.core.config import EngineConfig
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.step_program import CHAIN, DraftForm
+from jaxserve.runner.step_runner import StepRunner
+from jaxserve.runner.worker import TargetWorker
+
+
+class Proposals(NamedTuple):
+    """Drafts of B sequences, at most D tokens each.
+
+    Attributes:
+        tokens: int32[B, D].
+        parents: int32[B, D], node number of each draft's parent: 0 is the sequence's newest token, j the draft in column
+            j - 1. A parent comes before its children. What lies behind ``counts`` means nothing.
+        counts: int32[B], drafts each sequence has, 0 .. D.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    counts: np.ndarray
+
+
+@dataclass(frozen=True)
+class AlgorithmContext:
+    """What an algorithm is made from.
+
+    Attributes:
+        config: the engine's settings.
+        vocab_size: ids below it may be drafted.
+        encode: text -> token ids, without special tokens.
+    """
+
+    config: EngineConfig
+    vocab_size: int
+    encode: Callable[[str], list[int]]
+
+
+class SpeculativeAlgorithm(ABC):
+    """An algorithm that drafts on the host; the target model verifies the drafts in one step.
+
+    It must not raise for any sequence of token ids, and may propose anything: what the target model would not have
+    chosen is never delivered. One thread calls it.
+
+    Attributes:
+        name: what ``--speculative-algorithm`` selects.
+        context_window: newest tokens ``propose`` looks at; None: all of them.
+    """
+
+    name: ClassVar[str] = ""
+    context_window: int | None = None
+
+    def __init__(self, context: AlgorithmContext):
+        self.context = context
+
+    @classmethod
+    def draft_form(cls, config: EngineConfig) -> DraftForm:
+        """What verify programs are compiled for: chains, read ahead of the marker, unless overridden.
+
+        An algorithm whose drafts are read LIVE needs a worker that clears the target runner's mailbox.
+        """
+        return CHAIN
+
+    @abstractmethod
+    def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
+        """Drafts for sequences whose newest tokens are ``contexts``, int32[length] each; at most ``num_drafts`` each."""
+
+    def observe(self, token_ids: list[int], num_new: int) -> None:
+        """The last ``num_new`` of a sequence's tokens have just become certain; the first time that is the prompt."""
+
+    def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
+        """The worker that executes its steps. Its ``last_shared_read_runner`` owns the barrier's event."""
+        return TargetWorker(runner, step_runner)
+
+    def close(self) -> None:
+        """Lets go of threads and files. Idempotent."""

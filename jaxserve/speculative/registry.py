@@ -1,0 +1,81 @@
+"""Speculative algorithms by name."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import entry_points
+
+from jaxserve.core.errors import ConfigError
+from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
+from jaxserve.speculative.ngram import NgramAlgorithm
+
+ENTRY_POINTS = "jaxserve.speculative_algorithms"
+_BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {NgramAlgorithm.name: NgramAlgorithm}
+# Names users of other engines know; they must not come to mean something else.
+_RESERVED = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE", "DFLASH")
+_registered: dict[str, type[SpeculativeAlgorithm]] = {}
+_OLD_GATE = "is_last_shared_read_phase"
+
+
+def register_speculative_algorithm(name: str, algorithm: type[SpeculativeAlgorithm]) -> None:
+    """Makes an algorithm selectable by ``--speculative-algorithm NAME`` (upper and lower case mean the same).
+
+    Raises:
+        ConfigError: the name is taken or reserved; the class is no ``SpeculativeAlgorithm``, lacks a method, or still
+            defines ``is_last_shared_read_phase``.
+    """
+    key = name.upper()
+    if not name or not name.isascii() or not name.replace("-", "_").replace("_", "a").isalnum():
+        raise ConfigError(f"a speculative algorithm's name is letters, digits, - and _, got {name!r}")
+    if key in _BUILT_IN or key in _RESERVED:
+        raise ConfigError(f"speculative algorithm name {name!r} is reserved for a built-in one; choose another name")
+    if key in _registered:
+        raise ConfigError(f"speculative algorithm {name!r} is already registered; choose another name")
+    if not (isinstance(algorithm, type) and issubclass(algorithm, SpeculativeAlgorithm)):
+        raise ConfigError(
+            f"speculative algorithm {name!r} must be a subclass of SpeculativeAlgorithm, got {algorithm!r}"
+        )
+    if hasattr(algorithm, _OLD_GATE):
+        raise ConfigError(
+            f"speculative algorithm {name!r} defines {_OLD_GATE}, which nobody asks any more: the attention backend "
+            "says where reads end, and the worker's last_shared_read_runner says whose event counts; return a worker "
+            "that overrides last_shared_read_runner from make_worker() and delete the method"
+        )
+    if inspect.isabstract(algorithm):
+        missing = ", ".join(f"{method}()" for method in sorted(algorithm.__abstractmethods__))
+        raise ConfigError(f"speculative algorithm {name!r} must define {missing}")
+    _registered[key] = algorithm
+
+
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name.upper() not in _registered:
+            register_speculative_algorithm(entry.name, entry.load())
+
+
+def speculative_algorithm_names() -> list[str]:
+    """Every name ``--speculative-algorithm`` takes."""
+    _load_entry_points()
+    return [*_BUILT_IN, *_registered]
+
+
+def find_algorithm(name: str) -> type[SpeculativeAlgorithm]:
+    """The class of a name. Raises ConfigError for one that is unknown, or reserved and not built yet."""
+    _load_entry_points()
+    key = name.upper()
+    found = _BUILT_IN.get(key) or _registered.get(key)
+    if found is None:
+        known = ", ".join(speculative_algorithm_names())
+        why = "is not available in this version" if key in _RESERVED else "is unknown"
+        raise ConfigError(f"speculative algorithm {name!r} {why}; there are {known}")
+    return found
+
+
+def make_algorithm(context: AlgorithmContext) -> SpeculativeAlgorithm | None:
+    """The algorithm a configuration asks for; None for none.
+
+    Raises:
+        ConfigError: an unknown name, or settings the algorithm refuses.
+    """
+    name = context.config.speculative_algorithm
+    return None if name is None else find_algorithm(name)(context)

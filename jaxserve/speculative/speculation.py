@@ -1,0 +1,122 @@
+"""Speculation as the scheduler sees it: whether to draft, what, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.sequence import Sequence
+from jaxserve.core.shapes import bucket_for
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.buckets import Buckets
+from jaxserve.speculative.base import SpeculativeAlgorithm
+from jaxserve.speculative.figures import SpeculationFigures
+from jaxserve.speculative.pacing import Record, StepTimes, best_queries
+from jaxserve.speculative.trees import EMPTY, DraftTree, trimmed
+
+log = logging.getLogger(__name__)
+
+FLOOR_DRAFTS = 2000  # drafts after which an acceptance near zero is reported
+FLOOR_RATE = 0.02
+
+
+class Speculation:
+    """Drafts for the sequences of one engine.
+
+    Args:
+        algorithm: who drafts.
+        buckets: sizes verify programs exist for.
+        num_ids: ids below it may be drafted.
+        is_adaptive: whether the number of drafts follows what earlier ones brought; else every step that has drafts
+            verifies as many as the largest program takes.
+    """
+
+    def __init__(self, algorithm: SpeculativeAlgorithm, buckets: Buckets, num_ids: int, is_adaptive: bool):
+        self.algorithm = algorithm
+        self.figures = SpeculationFigures()
+        self.times = StepTimes()
+        self._buckets = buckets
+        self._num_ids = num_ids
+        self._is_adaptive = is_adaptive
+        self._records: dict[Sequence, Record] = {}
+        self._sent: dict[Sequence, DraftTree] = {}  # of the step in flight
+        self._floor_reported = False
+
+    def timed(self, batch: StepBatch, seconds: float) -> None:
+        """A step took ``seconds``, the host's share that nothing overlapped included."""
+        if batch.mode is not ForwardMode.EXTEND:
+            rows = bucket_for(len(batch.owners), self._buckets.decode_batch)
+            self.times.add(batch.queries, rows, seconds)
+
+    @property
+    def _most_drafts(self) -> int:
+        return self._buckets.verify_tokens[-1] - 1
+
+    def queries_for(self, sequences: Many[Sequence]) -> int:
+        """Tokens per row of these sequences' next step; 1: a plain step. Tokens in flight need not be known."""
+        if not self._is_adaptive:
+            return self._buckets.verify_tokens[-1]
+        records = [self._record(s) for s in sequences]
+        stale = [i for i, record in enumerate(records) if not record.predicted]
+        if stale:
+            trees = self._propose([sequences[i] for i in stale], [self._most_drafts] * len(stale), self._most_drafts)
+            for i, tree in zip(stale, trees, strict=True):
+                records[i].predicted = tree.first_path
+        batch = bucket_for(len(sequences), self._buckets.decode_batch)
+        costs = {queries: self.times.cost(queries, batch) for queries in self._buckets.verify_tokens}
+        return best_queries(records, self._buckets.verify_tokens, costs)
+
+    def draft(self, sequences: Many[Sequence], num_drafts: int) -> list[DraftTree]:
+        """Drafts behind each sequence's newest token, none that could go beyond its limit."""
+        room = [s.max_total - len(s.token_ids) - 1 for s in sequences]  # the verify step adds one token of its own
+        return self._propose(sequences, room, num_drafts)
+
+    def sent(self, sequence: Sequence, tree: DraftTree) -> None:
+        """These drafts of a sequence go into the next step."""
+        self._sent[sequence] = tree
+
+    def committed(self, sequence: Sequence, num_new: int) -> None:
+        """The last ``num_new`` tokens of a sequence were committed."""
+        is_new = sequence not in self._records
+        record = self._record(sequence)
+        tree = self._sent.pop(sequence, None)
+        if tree is not None and tree.tokens:
+            accepted, depth = num_new - 1, tree.depth
+            record.predicted = []
+            record.tried(accepted, int(accepted < depth))
+            sequence.num_drafted += len(tree.tokens)
+            sequence.num_accepted += accepted
+            self.figures.verified(len(tree.tokens), depth, accepted)
+            self._report_floor()
+        else:
+            record.met(sequence.token_ids[-num_new:])
+        self.algorithm.observe(sequence.token_ids, len(sequence.token_ids) if is_new else num_new)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence ended."""
+        self._records.pop(sequence, None)
+        self._sent.pop(sequence, None)
+
+    def _record(self, sequence: Sequence) -> Record:
+        return self._records.setdefault(sequence, Record())
+
+    def _propose(self, sequences: Many[Sequence], max_depths: list[int], num_drafts: int) -> list[DraftTree]:
+        window = self.algorithm.context_window
+        contexts = [np.array(s.token_ids[-window:] if window else s.token_ids, np.int32) for s in sequences]
+        tokens, parents, counts = self.algorithm.propose(contexts, num_drafts)
+        return [
+            trimmed(tokens[i, : counts[i]], parents[i, : counts[i]], depth, self._num_ids) if depth > 0 else EMPTY
+            for i, depth in enumerate(max_depths)
+        ]
+
+    def _report_floor(self) -> None:
+        figures = self.figures
+        if not self._floor_reported and figures.num_drafted >= FLOOR_DRAFTS and figures.acceptance_rate < FLOOR_RATE:
+            self._floor_reported = True
+            log.warning(
+                "%s: only %d of %d drafts were accepted; the drafts cost more than they bring",
+                self.algorithm.name, figures.num_accepted, figures.num_drafted,
+            )  # fmt: skip
