@@ -29,7 +29,7 @@ class Sequence:
         slot: decode slot while RUNNING, else None.
         page_ids: KV pages, in position order.
         num_scheduled: tokens whose KV a dispatched step computes (or computed).
-        num_in_flight: sampled tokens that are dispatched but not committed; a verify step counts as the one it is sure of.
+        num_in_flight: sampled tokens that are dispatched but not committed; of a verify step, the one it is sure of.
         prefill_len: tokens to prefill before decoding; the prompt, or after a preemption prompt and output so far.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
         num_drafted, num_accepted: drafts that were verified for it, and those that held.

@@ -114,7 +114,7 @@ class Engine:
         return committed
 
     def _deliver(self, tokens: list[Committed], deltas: list[OutputDelta]) -> None:
-        ended = []
+        ended: list[Sequence] = []
         for committed in tokens:
             output = self._outputs[committed.sequence]
             if output.finish_reason is not None:

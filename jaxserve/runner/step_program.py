@@ -140,28 +140,30 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
     return StepRows(slots, block_tables, lengths[:, 0], floats, ints, *drafts)
 
 
-def read_drafts_live(key: ProgramKey, slots: jax.Array, tables: list[jax.Array], after: jax.Array) -> list[jax.Array]:
-    """Draft tokens and parents int32[B, Q - 1], read from the shared rows once ``after`` is computed."""
-    num_drafts = key.shape.queries - 1
-    if not key.end_record:
-        return [table[slots, :num_drafts] for table in tables[-2:]]
-    # Tied to what comes before, or XLA would read everything at the start of the program.
-    slots = slots + ops.hold("drafts.before_reads", after)
-    _, drafts = ops.snapshot(
-        jnp.zeros(TICKET_WORDS, jnp.uint32), slots, tables[-2:], num_rows=slots.shape[0], widths=[num_drafts] * 2
-    )
-    return drafts
-
-
-def accepted_operands(
-    key: ProgramKey, tokens: jax.Array, draft_tokens: jax.Array, parents: jax.Array
+def read_drafts(
+    key: ProgramKey, rows: StepRows, tables: list[jax.Array], after: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Node tokens and parents as ``accept`` takes them. In a chain the parents only say which entries are used."""
+    """Draft tokens and parents int32[B, Q - 1]: the step's own, or those in the shared rows once ``after`` is computed.
+
+    In a chain the parents only say which entries are used.
+    """
     assert key.drafts is not None
-    nodes = jnp.concatenate([tokens[:, :1], draft_tokens], 1)
+    num_drafts = key.shape.queries - 1
+    if key.drafts.rows is DraftRows.SNAPSHOT:
+        tokens, parents = rows.draft_tokens, rows.draft_parents
+        assert tokens is not None and parents is not None
+    elif not key.end_record:
+        tokens, parents = [table[rows.slots, :num_drafts] for table in tables[-2:]]
+    else:
+        # Tied to what comes before, or XLA would read everything at the start of the program.
+        slots = rows.slots + ops.hold("drafts.before_reads", after)
+        no_ticket = jnp.zeros(TICKET_WORDS, jnp.uint32)
+        _, (tokens, parents) = ops.snapshot(
+            no_ticket, slots, tables[-2:], num_rows=slots.shape[0], widths=[num_drafts] * 2
+        )
     if not key.drafts.is_tree:
         parents = jnp.where(parents >= 0, chain_parents(*parents.shape), -1)
-    return nodes, parents
+    return tokens, parents
 
 
 def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
@@ -212,9 +214,7 @@ def make_step_program(
         else:
             tokens = relay[rows.slots][:, None]  # [B, Q]
         if key.drafts is not None:
-            draft_tokens, parents = rows.draft_tokens, rows.draft_parents
-            if key.drafts.rows is DraftRows.LIVE:
-                draft_tokens, parents = read_drafts_live(key, rows.slots, tables, metadata.lengths)
+            draft_tokens, parents = read_drafts(key, rows, tables, after=metadata.lengths)
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
             if key.drafts.is_tree:
                 depths, seen = tree_geometry(parents)
@@ -246,9 +246,8 @@ def make_step_program(
         newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
-            if key.drafts.rows is DraftRows.LIVE:
-                draft_tokens, parents = read_drafts_live(key, rows.slots, tables, target)
-            path, counts = accept(*accepted_operands(key, tokens, draft_tokens, parents), target)
+            draft_tokens, parents = read_drafts(key, rows, tables, after=target)
+            path, counts = accept(jnp.concatenate([tokens[:, :1], draft_tokens], 1), parents, target)
             flat = (jnp.arange(shape.batch)[:, None] * shape.queries + path).reshape(-1)
             sampled = Sampled(*(values[flat] for values in sampled))
             newest = jnp.take_along_axis(sampled.tokens.reshape(target.shape), counts[:, None] - 1, 1)[:, 0]

@@ -190,9 +190,7 @@ class StepRunner:
             runner.watcher.watch(out.sampled.tokens, [*late, step_done], launch_of(ticket))
         if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
             runner.shared_read_done_event = read_done
-        return Launch(
-            batch, ends, step_done, out.sampled, wants_logprobs, out.counts, number=launch_of(ticket)
-        )
+        return Launch(batch, ends, step_done, out.sampled, wants_logprobs, out.counts, number=launch_of(ticket))
 
     def _await_writes(self, write_done: int) -> None:
         """Blocks until the row writes of a launch are done, for programs that cannot wait themselves.

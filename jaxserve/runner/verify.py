@@ -4,11 +4,11 @@ Draft nodes of a row are numbered 0 .. Q - 1. Node 0 is the root, the sequence's
 of the row's drafts, and its parent has a smaller number. A parent of -1 marks an entry that is not used.
 
 Every node gets the token the target model would put behind it: by argmax, or by the draw that plain decoding makes at
-that position (random numbers come from seed and position alone). A draft is accepted when it is the token of its parent.
-So greedy output is that of plain decoding token for token, and so is sampled output under the same seed; a drafted token
-x is accepted with the target's probability p(x), which for drafts proposed without randomness is the most any lossless
-rule can reach (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023: min(1, p/q) with
-q a point mass).
+that position (random numbers come from seed and position alone). A draft is accepted when it is that token of its
+parent. So greedy output is that of plain decoding token for token, and so is sampled output under the same seed; a
+drafted token x is accepted with the target's probability p(x), which for drafts proposed without randomness is the most
+any lossless rule can reach (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023:
+min(1, p/q) with q a point mass).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A step is either one prefill chunk, or one token, or with speculation several, for every sequence that decodes; the two
 alternate while both have work. Plans run ahead of results: a step is planned while the one before it runs, from what is
-certain without its tokens. Drafts are not: they follow the newest token, so a verify step is planned when that is known.
+certain without its tokens. Drafts follow the newest token, so a verify step is planned only when that is known.
 """
 
 from __future__ import annotations

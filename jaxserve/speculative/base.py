@@ -21,8 +21,8 @@ class Proposals(NamedTuple):
 
     Attributes:
         tokens: int32[B, D].
-        parents: int32[B, D], node number of each draft's parent: 0 is the sequence's newest token, j the draft in column
-            j - 1. A parent comes before its children. What lies behind ``counts`` means nothing.
+        parents: int32[B, D], node number of each draft's parent: 0 is the sequence's newest token, j the draft in
+            column j - 1. A parent comes before its children. What lies behind ``counts`` means nothing.
         counts: int32[B], drafts each sequence has, 0 .. D.
     """
 
@@ -73,14 +73,14 @@ class SpeculativeAlgorithm(ABC):
 
     @abstractmethod
     def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
-        """Drafts for sequences whose newest tokens are ``contexts``, int32[length] each; at most ``num_drafts`` each."""
+        """Drafts for sequences whose newest tokens are ``contexts``, int32[length] each; ``num_drafts`` at most."""
 
-    def observe(self, token_ids: list[int], num_new: int) -> None:
+    def observe(self, token_ids: list[int], num_new: int) -> None:  # noqa: B027  not every algorithm looks
         """The last ``num_new`` of a sequence's tokens have just become certain; the first time that is the prompt."""
 
     def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
         """The worker that executes its steps. Its ``last_shared_read_runner`` owns the barrier's event."""
         return TargetWorker(runner, step_runner)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  few hold anything
         """Lets go of threads and files. Idempotent."""

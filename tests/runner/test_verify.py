@@ -15,13 +15,8 @@ def test_a_tree_written_out():
     parents = np.array([[0, 0, 2, 1]], np.int32)
     geometry = tree_geometry(parents)
     assert geometry.depths.tolist() == [[0, 1, 1, 2, 2]]
-    assert [np.flatnonzero(row).tolist() for row in np.asarray(geometry.seen[0])] == [
-        [0],
-        [0, 1],
-        [0, 2],
-        [0, 2, 3],
-        [0, 1, 4],
-    ]
+    seen = [np.flatnonzero(row).tolist() for row in np.asarray(geometry.seen[0])]
+    assert seen == [[0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]]
     tokens = np.array([[9, a, b, c, d]], np.int32)
     target = np.array([[b, d, c, e, a]], np.int32)
     accepted = accept(tokens, parents, target)

@@ -1,0 +1,164 @@
+"""Speculation within limits: lengths, ends of sequence, logprobs, sampling, interruptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drafters import Prophet
+from harness import make_engine, run, workload
+from oracle import greedy_full_recompute
+
+from jaxserve.core.request import OutputDelta, Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.weights import load_model
+
+SPECULATIVE = {"speculative_algorithm": "LIVE-PROPHET", "speculative_adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    import jax.numpy as jnp
+
+    return load_model(open_checkpoint(tiny_model), jnp.float32)
+
+
+@pytest.fixture
+def engine(tiny_model, prophets):
+    built = make_engine(tiny_model, **SPECULATIVE)
+    yield built
+    built.close()
+
+
+@pytest.fixture
+def knowing(monkeypatch):
+    """``knowing(answers)``: what the prophets draft from, all of it right."""
+
+    def know(answers: list[list[int]]) -> None:
+        monkeypatch.setattr(Prophet, "answers", answers)
+        monkeypatch.setattr(Prophet, "wrong", 0.0)
+
+    return know
+
+
+def serve(engine: Engine, prompt: list[int], tag: str, **params) -> list[OutputDelta]:
+    engine.add(Request(tag, tuple(prompt), SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})))
+    deltas = []
+    while engine.has_work:
+        deltas += [delta for delta in engine.step() if delta.request_id == tag]
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    return deltas
+
+
+def tokens_of(deltas: list[OutputDelta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_never_more_tokens_than_asked_for(engine, loaded, knowing):
+    """Drafts would be accepted beyond every limit; a neighbour decodes meanwhile, and keeps its own tokens."""
+    prompt = list(b"abc" * 20)
+    neighbour = list(b"some other text")
+    answer = greedy_full_recompute(loaded, prompt, 68)
+    right = greedy_full_recompute(loaded, neighbour, 40)
+    knowing([prompt + answer, neighbour + right])
+    for max_tokens in (1, 2, 3, 4, 7, 68):
+        engine.add(Request(f"n{max_tokens}", tuple(neighbour), SamplingParams(max_tokens=40, temperature=0.0)))
+        other: list[int] = []
+        engine.add(Request(f"l{max_tokens}", tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+        got: list[int] = []
+        while engine.has_work:
+            for delta in engine.step():
+                (got if delta.request_id[0] == "l" else other).extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    assert delta.finish_reason == "length"
+        assert got == answer[:max_tokens] and other == right
+    assert engine.scheduler.speculation.figures.num_accepted > 150
+
+
+def test_the_context_length_ends_it(tiny_model, prophets, loaded, knowing):
+    engine = make_engine(tiny_model, context_length=64, **SPECULATIVE)
+    prompt = list(b"abc" * 20)
+    knowing([prompt + greedy_full_recompute(loaded, prompt, 30)])
+    deltas = serve(engine, prompt, "r", max_tokens=None)
+    assert len(tokens_of(deltas)) == 4 and deltas[-1].finish_reason == "length"
+    engine.close()
+
+
+def test_ids_the_model_does_not_have_are_never_sent(engine, loaded, knowing):
+    prompt = list(b"drafts from elsewhere")
+    answer = greedy_full_recompute(loaded, prompt, 12)
+    knowing([[*prompt, *answer[:5], 260, 5000, *answer[7:]], [*prompt, -3]])
+    assert tokens_of(serve(engine, prompt, "r", max_tokens=12)) == answer
+
+
+def test_tokens_behind_the_end_are_dropped(engine, loaded, knowing):
+    prompt = list(b"an end in the middle")
+    answer = greedy_full_recompute(loaded, prompt, 24)
+    knowing([prompt + answer])
+    stop = answer[5]
+    first = answer.index(stop)
+    deltas = serve(engine, prompt, "r", max_tokens=24, stop_token_ids=(stop,))
+    assert tokens_of(deltas) == answer[: first + 1]
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == stop
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_are_those_without_speculation(temperature, tiny_model, prophets, knowing):
+    prompt = list(b"abcabcabcabcabc")
+    params = {"max_tokens": 24, "logprobs": 3, "temperature": temperature, "seed": 11, "top_k": 40}
+    plain = make_engine(tiny_model)
+    wanted = serve(plain, prompt, "r", **params)
+    plain.close()
+    answer = tokens_of(wanted)
+    knowing([prompt + answer[:7] + [(answer[7] + 1) % 250] + answer[8:], prompt + answer])  # one draft fails
+    engine = make_engine(tiny_model, **SPECULATIVE)
+    found = serve(engine, prompt, "r", **params)
+    assert tokens_of(found) == answer
+    assert engine.scheduler.speculation.figures.num_accepted >= 12
+    engine.close()
+    for got, want in zip(found, wanted, strict=True):
+        assert got.logprobs[0].token_id == want.logprobs[0].token_id
+        assert abs(got.logprobs[0].logprob - want.logprobs[0].logprob) < 1e-4
+        assert [token for token, _ in got.logprobs[0].top] == [token for token, _ in want.logprobs[0].top]
+        np.testing.assert_allclose([p for _, p in got.logprobs[0].top], [p for _, p in want.logprobs[0].top], atol=1e-4)
+
+
+def test_sampling_is_that_of_plain_decoding(tiny_model, prophets, knowing):
+    """Random numbers come from seed and position, so under the same seed even sampled tokens are the same."""
+    params = {"temperature": 1.0, "top_p": 0.95, "min_p": 0.01, "seed": 3}
+    plain = make_engine(tiny_model)
+    wanted = run(plain, params=params)
+    plain.close()
+    knowing([prompt + output for (prompt, _), output in zip(workload(), wanted, strict=True)])
+    engine = make_engine(tiny_model, **SPECULATIVE)
+    assert run(engine, params=params) == wanted
+    assert engine.scheduler.speculation.figures.num_accepted > 60
+    engine.close()
+
+
+def test_an_abort_in_flight_leaves_the_others_alone(engine, right_tokens):
+    prompts = [prompt for prompt, _ in workload()][:4]
+    right = right_tokens[:4]
+    for round_number in range(6):
+        got: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            name = f"{round_number}-{i}"
+            got[name] = []
+            params = SamplingParams(max_tokens=len(right[i]), temperature=0.0, ignore_eos=True)
+            engine.add(Request(name, tuple(prompt), params))
+        steps = 0
+        while engine.has_work:
+            for delta in engine.step():
+                got[delta.request_id] += delta.token_ids
+            steps += 1
+            if steps == 3 + round_number:
+                engine.abort(f"{round_number}-1")
+        for i in (0, 2, 3):
+            assert got[f"{round_number}-{i}"] == right[i]
+        aborted = got[f"{round_number}-1"]
+        assert aborted == right[1][: len(aborted)]
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert not engine.scheduler.speculation._records and not engine.scheduler.speculation._sent
