@@ -15,7 +15,9 @@ from jaxserve.runner.step_program import DraftForm, DraftRows
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.speculative.base import AlgorithmContext, Proposals, SpeculativeAlgorithm
-from jaxserve.speculative.ngram_corpus import NgramCorpus, NgramSettings
+from jaxserve.speculative.ngram_corpus import NgramConfig, NgramCorpus
+
+LONG_INSERT = 64  # tokens
 
 
 class NgramWorker(TargetWorker):
@@ -45,7 +47,7 @@ class NgramAlgorithm(SpeculativeAlgorithm):
         self.context_window = config.speculative_ngram_max_match_window_size
         self._keep = config.speculative_ngram_max_trie_depth - 1
         self.corpus = NgramCorpus(
-            NgramSettings(
+            NgramConfig(
                 capacity=config.speculative_ngram_capacity,
                 max_depth=config.speculative_ngram_max_trie_depth,
                 max_match=config.speculative_ngram_max_match_window_size,
@@ -55,7 +57,7 @@ class NgramAlgorithm(SpeculativeAlgorithm):
             )
         )
         if config.speculative_ngram_external_corpus_path is not None:
-            self.corpus.load_file(
+            self.corpus.load(
                 config.speculative_ngram_external_corpus_path,
                 context.encode,
                 max_tokens=config.speculative_ngram_external_corpus_max_tokens,
@@ -67,11 +69,14 @@ class NgramAlgorithm(SpeculativeAlgorithm):
         return DraftForm(rows, is_tree=config.speculative_ngram_max_bfs_breadth > 1)
 
     def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
-        tokens, parents, counts, _ = self.corpus.propose(contexts, num_drafts)
+        # Not waiting for prompts that are being inserted: what is not known yet is not drafted.
+        tokens, parents, counts, _ = self.corpus.propose(contexts, num_drafts, flush=False)
         return Proposals(tokens, parents, counts)
 
     def observe(self, token_ids: list[int], num_new: int) -> None:
-        self.corpus.insert(token_ids[-(self._keep + num_new) :], num_new)
+        # A prompt takes milliseconds; the tokens of a step, less than handing them to a thread.
+        insert = self.corpus.insert_async if num_new > LONG_INSERT else self.corpus.insert
+        insert(token_ids[-(self._keep + num_new) :], num_new)
 
     def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
         return NgramWorker(runner, step_runner)
