@@ -22,6 +22,7 @@ from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch, StepResult
 from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
+from jaxserve.timeline.recorder import span
 
 log = logging.getLogger(__name__)
 SEED_MASK = 2**63 - 1
@@ -75,10 +76,10 @@ class Engine:
         try:
             if not self._in_flight and self.parts.rows.stream.error:
                 self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
-            ahead = self._dispatch(self.scheduler.plan())
+            ahead = self._dispatch(self._plan())
             may_stay = 1 if ahead and self._overlap else 0
             while len(self._in_flight) > may_stay:
-                self._commit(self._in_flight[0], self._in_flight[0].collect(), deltas)
+                self._commit(self._in_flight[0], self._collect(self._in_flight[0]), deltas)
                 self._in_flight.popleft()
         except BaseException as error:
             log.exception("step %d failed", self.scheduler.step_number)
@@ -88,23 +89,37 @@ class Engine:
                 raise
         return deltas
 
+    def _plan(self) -> StepBatch[Sequence] | None:
+        with span("plan") as planning:
+            batch = self.scheduler.plan()
+            if batch is not None:
+                planning.note(step=batch.step_number, mode=batch.mode.name, batch=len(batch.owners))
+        return batch
+
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
         if batch is None:
             return False
-        self._in_flight.append(self.scheduler.launch(batch))
+        with span("launch", step=batch.step_number):
+            self._in_flight.append(self.scheduler.launch(batch))
         self.metrics.launched(batch)
         return True
 
+    def _collect(self, launch: Launch) -> StepResult:
+        with span("collect", step=launch.batch.step_number):
+            return launch.collect()
+
     def _commit(self, launch: Launch, result: StepResult, deltas: list[OutputDelta]) -> None:
-        ended = []
-        for committed in self.scheduler.commit(launch, result):
-            output = self._outputs[committed.sequence]
-            deltas.append(output.push(committed))
-            self.metrics.committed(committed.sequence)
-            if output.finish_reason is not None:
-                ended.append(committed.sequence)
-        for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
-            self._finish(sequence)
+        with span("commit", step=launch.batch.step_number) as committing:
+            ended = []
+            for committed in self.scheduler.commit(launch, result):
+                output = self._outputs[committed.sequence]
+                deltas.append(output.push(committed))
+                self.metrics.committed(committed.sequence)
+                if output.finish_reason is not None:
+                    ended.append(committed.sequence)
+            for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
+                self._finish(sequence)
+            committing.note(finished=len(ended))
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason

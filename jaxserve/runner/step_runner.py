@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
 from jaxserve.barrier import journal
-from jaxserve.barrier.tickets import Event, launch_of
+from jaxserve.barrier.tickets import Event, launch_of, ticket_facts
 from jaxserve.core.errors import FenceTimeout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
@@ -21,6 +21,7 @@ from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource, make_prep_program, make_step_program
+from jaxserve.timeline.recorder import RECORDER, Span, span
 
 
 class StepRunner:
@@ -159,7 +160,8 @@ class StepRunner:
                 step_number=batch.step_number,
             )
             key, tables = self._key(shape, source), runner.rows.arrays()
-            with runner.channel.dispatching(ticket, f"{runner.name}, {key.label}", after) as operand:
+            label = f"{runner.name}, {key.label}"
+            with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label, after) as operand:
                 out = self.steps.call(
                     key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private
                 )
@@ -198,12 +200,21 @@ class StepRunner:
             write_done=write_done, marker=read_done, end=None, step_done=None, step_number=batch.step_number
         )
         key = self._prep_key(shape)
-        with runner.channel.dispatching(ticket, f"{runner.name} prep, {key.label}") as operand:
+        label = f"{runner.name} prep, {key.label}"
+        with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label) as operand:
             private = self.preps.call(key, operand, runner.rows.arrays(), inputs)
         if not runner.has_marker:
             jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
             journal.collected(launch_of(ticket))
         return private, launch_of(ticket)
+
+    @staticmethod
+    def _span(label: str, batch: StepBatch, ticket: np.ndarray) -> Span:
+        """The host's span of a launch, with what the timeline says of its execution."""
+        dispatch = span("dispatch", step=batch.step_number)
+        if RECORDER.on:
+            dispatch.note(program=label, mode=batch.mode.name, batch=len(batch.owners), **ticket_facts(ticket))
+        return dispatch
 
     def _inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
         """The program shape of a batch and its private host inputs, padded to the bucket."""
