@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from jaxserve.cli.flags import add_engine_flags, engine_config
+from jaxserve.cli.program_reports import graph_splits
 from jaxserve.cli.trace_flag import add_trace_flag, trace_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.engine_protocol import EngineLike
@@ -53,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds running requests may go on after a stop signal (default %(default)s)",
     )
+    http.add_argument(
+        "--program-report",
+        type=Path,
+        metavar="FILE",
+        help="what check-programs --target h100 --json printed: /metrics then shows each program's graph splits",
+    )
     http.add_argument("--access-log", action="store_true", help="log every request")
     add_trace_flag(parser)
     add_engine_flags(parser, positional_model=True)
@@ -86,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     settings = server_settings(arguments)
     path = trace_path(arguments)
+    splits = graph_splits(arguments.program_report) if arguments.program_report is not None else {}
 
     from jaxserve.server.launch import ServerProcess  # fastapi and uvicorn take half a second
 
@@ -95,6 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         from jaxserve.engine.async_engine import AsyncEngine
 
         engine = AsyncEngine.from_config(config, lambda message: print(message, flush=True))
+        if splits:
+            engine.metrics.set_graph_splits(splits)
         if path is not None:
             from jaxserve.timeline.trace import Trace
 
