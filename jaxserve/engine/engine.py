@@ -75,7 +75,8 @@ class Engine:
         deltas, self._undelivered = self._undelivered, []  # filled as outputs advance: a failure loses none of them
         try:
             if not self._in_flight and self.parts.rows.stream.error:
-                self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
+                # Nothing reads the rows now, so a write that failed late harms nobody.
+                log.warning("row writes stopped and start anew: %s", self.parts.rows.recover())
             ahead = self._dispatch(self._plan())
             may_stay = 1 if ahead and self._overlap else 0
             while len(self._in_flight) > may_stay:
@@ -250,8 +251,7 @@ class Engine:
         # waits for times out.
         deadline = time.monotonic() + self.config.fence_timeout_s
         for launch in self._in_flight:
-            while not launch.is_done() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            launch.settle(deadline - time.monotonic())
         self._in_flight.clear()
         runner.channel.abandon_all()
         runner.shared_read_done_event = None
