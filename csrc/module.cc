@@ -15,9 +15,11 @@
 #include "common/current_launch.h"
 #include "common/dlpack.h"
 #include "common/durations.h"
+#include "common/faults.h"
 #include "common/hold_points.h"
 #include "common/journal.h"
 #include "common/launch_ticket.h"
+#include "common/live_objects.h"
 #include "common/ngram_trie.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -34,6 +36,7 @@ namespace twin = jaxserve::cpu;
 #endif
 
 namespace py = pybind11;
+using jaxserve::Faults;
 using jaxserve::HoldPoints;
 using jaxserve::Journal;
 using jaxserve::NgramTrie;
@@ -240,6 +243,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
   // Local: both twins throw the same C++ types, and a global translation would raise the other module's errors.
   py::register_local_exception<jaxserve::NativeError>(m, "NativeError", PyExc_RuntimeError);
   py::register_local_exception<jaxserve::WaitTimeout>(m, "WaitTimeout", m.attr("NativeError").ptr());
+  py::register_local_exception<jaxserve::InjectedFault>(m, "InjectedFault", m.attr("NativeError").ptr());
 
   py::class_<twin::SharedBuffer, std::shared_ptr<twin::SharedBuffer>>(m, "SharedBuffer")
       .def(py::init<int64_t, int64_t, bool, const std::string&>(), py::arg("num_rows"), py::arg("num_columns"),
@@ -270,6 +274,8 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
       .def_property_readonly("newest_reserved", &twin::EventRing::newest_reserved)
       .def_property_readonly("newest_recorded", &twin::EventRing::newest_recorded)
       .def_property_readonly("id", &twin::EventRing::id)
+      .def_property_readonly("num_owed", &twin::EventRing::num_owed)
+      .def_property_readonly("num_waiters", &twin::EventRing::num_waiters)
       .def_property_readonly("name", &twin::EventRing::name);
 
   py::class_<twin::Stream, std::unique_ptr<twin::Stream, DeleteWithoutGil>>(m, "Stream")
@@ -297,6 +303,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
         d["num_waits"] = stats.num_waits;
         d["wait_ns"] = stats.wait_ns;
         d["staging_wait_ns"] = stats.staging_wait_ns;
+        d["num_staging_in_use"] = stats.num_staging_in_use;
         d["waits"] = as_dict(stats.waits);
         d["held_up"] = as_dict(stats.held_up);
         return d;
@@ -348,6 +355,24 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
 
   bind_ngram_trie(m);
   bind_journal(m);
+  m.def("live_objects", [] {
+    py::dict counts;
+    for (std::size_t kind = 0; kind < jaxserve::kObjectKindNames.size(); ++kind) {
+      counts[jaxserve::kObjectKindNames[kind]] = jaxserve::live_objects(static_cast<jaxserve::ObjectKind>(kind)).load();
+    }
+    return counts;
+  }, "How many native objects of each kind are alive.");
+
+  auto faults = m.def_submodule("faults", "Fault injection for tests: makes the n-th operation of a kind fail.");
+  faults.def("fail_nth",
+             [](const std::string& k, int64_t n, int64_t times) { Faults::instance().fail_nth(k, n, times); },
+             py::arg("kind"), py::arg("n"), py::arg("times") = 1);
+  faults.def("clear", [] { Faults::instance().clear(); });
+  faults.def("passes", [](const std::string& k) { return Faults::instance().passes(k); }, py::arg("kind"));
+  faults.def("failures", [](const std::string& k) { return Faults::instance().failures(k); }, py::arg("kind"));
+  faults.def("pass_through", [](const std::string& k, const std::string& place) {
+    Faults::instance().pass(k.c_str(), place.c_str());
+  }, py::arg("kind"), py::arg("place"));
 
   auto hold = m.def_submodule("hold_points", "Stalls for tests: delays and gates at named places.");
   hold.def("delay", [](const std::string& n, int64_t us) { HoldPoints::instance().delay(n, us); }, py::arg("name"),

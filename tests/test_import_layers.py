@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Lowest first. A package may import itself and those before it.
 LAYERS = (
-    "core", "barrier", "text", "models", "attention", "runner", "speculative", "scheduler", "engine", "server", "cli",
+    "core", "barrier", "timeline", "text", "models", "attention", "runner", "speculative", "scheduler", "engine",
+    "server", "cli",
 )  # fmt: skip
 # Ships to users beside the engine: may import every layer below the command line, and only the command line imports it.
 FREE = ("testing", "bench")

@@ -6,11 +6,13 @@ Generations::Generations(std::string name, int num_slots)
     : name_(std::move(name)), id_(Journal::instance().named_id(name_)) {
   JAXSERVE_CHECK(num_slots >= 2, "EventRing(" + name_ + ")",
                  "a ring needs at least 2 slots, got " + std::to_string(num_slots));
+  Faults::instance().pass("allocate", name_.c_str());
   slots_.resize(num_slots);
 }
 
 uint64_t Generations::reserve() {
   std::lock_guard<std::mutex> lock(mutex_);
+  Faults::instance().pass("reserve", name_.c_str());
   Slot& slot = slot_of(newest_reserved_ + 1);
   JAXSERVE_CHECK(slot.recorded || slot.abandoned, name_ + ".reserve",
                  "the slot still owes the record of generation " + std::to_string(slot.generation) +
@@ -74,6 +76,7 @@ Generations::Outcome Generations::wait_locked(std::unique_lock<std::mutex>& lock
   const bool done =
       changed_.wait_for(lock, std::chrono::duration<double>(timeout_s), [&] { return done_locked(generation); });
   --slot.num_waiters;  // the waiter count kept the slot ours until here
+  Faults::instance().pass("wait", name_.c_str());
   if (!done) {
     throw WaitTimeout(located(__FILE__, __LINE__, name_ + ".wait",
                               "generation " + std::to_string(generation) + " was not recorded within " +
@@ -87,6 +90,19 @@ Generations::Outcome Generations::wait_locked(std::unique_lock<std::mutex>& lock
 uint64_t Generations::newest_reserved() {
   std::lock_guard<std::mutex> lock(mutex_);
   return newest_reserved_;
+}
+
+int Generations::num_owed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<int>(
+      std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return !slot.recorded && !slot.abandoned; }));
+}
+
+int Generations::num_waiters() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int num_waiters = 0;
+  for (const Slot& slot : slots_) num_waiters += slot.num_waiters;
+  return num_waiters;
 }
 
 uint64_t Generations::newest_recorded() {

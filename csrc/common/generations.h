@@ -20,7 +20,9 @@
 #include <vector>
 
 #include "common/check.h"
+#include "common/faults.h"
 #include "common/journal.h"
+#include "common/live_objects.h"
 
 namespace jaxserve {
 
@@ -49,6 +51,7 @@ class Generations {
       require_reserved_locked(generation, "record");
       Slot& slot = slot_of(generation);
       if (slot.generation != generation) return false;
+      Faults::instance().pass("record", name_.c_str());
       issue(index_of(generation));
       Journal::instance().append(JournalKind::kRelease, id_, generation);
       slot.recorded = true;
@@ -101,6 +104,9 @@ class Generations {
 
   uint64_t newest_reserved();
   uint64_t newest_recorded();
+  // Slots that still owe a record, and waits announced or under way: both are 0 when everything is over.
+  int num_owed();
+  int num_waiters();
   const std::string& name() const { return name_; }
   uint64_t id() const { return id_; }  // in the journal
 
@@ -120,6 +126,7 @@ class Generations {
   void require_reserved_locked(uint64_t generation, const char* operation);
   Outcome wait_locked(std::unique_lock<std::mutex>& lock, uint64_t generation, double timeout_s, bool announced);
 
+  LiveObject<ObjectKind::kEventRing> live_;
   const std::string name_;
   const uint64_t id_;
   std::mutex mutex_;

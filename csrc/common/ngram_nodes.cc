@@ -39,7 +39,6 @@ void NgramNodes::clear() {
   num_buckets_ = bucket_base_ = kFirstBuckets;
   std::fill_n(buckets_.get(), num_buckets_, kRoot);
   first_unused_ = 1;
-  evicted_ = kRoot;
   num_nodes_ = 0;
 }
 
@@ -164,7 +163,7 @@ void NgramNodes::split_bucket() {
 NgramNodes::Index NgramNodes::add(Index parent, int32_t token, Index suffix) {
   ++nodes_[parent].num_dependents;  // before the eviction, which must spare them
   ++nodes_[suffix].num_dependents;
-  const Index node = take_free_node();
+  const Index node = num_nodes_ < capacity_ ? first_unused_++ : evict_oldest();
   nodes_[node] = Node{token, parent, suffix, kRoot, kRoot, kRoot, kRoot, kRoot, kRoot, 0, 0};
   ++num_nodes_;
   if (num_nodes_ > num_buckets_) split_bucket();
@@ -174,33 +173,23 @@ NgramNodes::Index NgramNodes::add(Index parent, int32_t token, Index suffix) {
   return node;
 }
 
-NgramNodes::Index NgramNodes::take_free_node() {
-  if (num_nodes_ == capacity_) {
-    Index oldest = nodes_[kRoot].newer;
-    while (oldest != kRoot && nodes_[oldest].num_dependents != 0) {
-      park(oldest);
-      oldest = nodes_[kRoot].newer;
-    }
-    // The trie's smallest capacity leaves room beside the longest n-gram and all its parts.
-    JAXSERVE_CHECK(oldest != kRoot, "NgramTrie.append", "every node is in use");
-    evict(oldest);
+// Evicts the least recently used node without dependents; returns its index, for the node it makes room for.
+NgramNodes::Index NgramNodes::evict_oldest() {
+  Index node = nodes_[kRoot].newer;
+  while (node != kRoot && nodes_[node].num_dependents != 0) {
+    park(node);
+    node = nodes_[kRoot].newer;
   }
-  if (evicted_ == kRoot) return first_unused_++;
-  const Index node = evicted_;
-  evicted_ = nodes_[node].next_in_bucket;
-  return node;
-}
-
-void NgramNodes::evict(Index node) {
+  // The trie's smallest capacity leaves room beside the longest n-gram and all its parts.
+  JAXSERVE_CHECK(node != kRoot, "NgramTrie.append", "every node is in use");
   unlink_bucket(node);
   unlink_sibling(node);
   unlist(node);
   drop_dependent(nodes_[node].suffix);
   drop_dependent(nodes_[node].parent);  // last, to be the oldest: it was seen one token before the suffix
-  nodes_[node].next_in_bucket = evicted_;
-  evicted_ = node;
   --num_nodes_;
   ++num_evictions_;
+  return node;
 }
 
 void NgramNodes::drop_dependent(Index node) {

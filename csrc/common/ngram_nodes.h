@@ -87,17 +87,15 @@ class NgramNodes {
   void link_bucket(Index node);
   void unlink_bucket(Index node);
   void split_bucket();
-  Index take_free_node();
-  void evict(Index node);
+  Index evict_oldest();
   void drop_dependent(Index node);
 
   const uint32_t capacity_;
-  std::unique_ptr<Node[]> nodes_;       // capacity + 1; the root first
-  std::unique_ptr<Index[]> buckets_;    // by (parent, token); linear hashing, so it grows one bucket at a time
+  std::unique_ptr<Node[]> nodes_;     // capacity + 1; the root first
+  std::unique_ptr<Index[]> buckets_;  // by (parent, token); linear hashing, so it grows one bucket at a time
   uint32_t num_buckets_ = 0;
-  uint32_t bucket_base_ = 0;            // largest power of two <= num_buckets_
-  Index first_unused_ = 1;              // nodes from here on were never used since the last clear()
-  Index evicted_ = kRoot;               // evicted node to be used again
+  uint32_t bucket_base_ = 0;  // largest power of two <= num_buckets_
+  Index first_unused_ = 1;    // nodes from here on were not used since the last clear()
   uint32_t num_nodes_ = 0;
   uint64_t num_evictions_ = 0;
 };

@@ -113,7 +113,6 @@ NgramTrie::Match NgramTrie::match(const int32_t* context, int64_t length, int32_
     if (nodes_.first_child(anchor) == NgramNodes::kRoot) continue;
     match_length = std::max(match_length, suffix_length);
     if (drafts_.size() > static_cast<std::size_t>(num_drafts)) break;
-    nodes_.use(anchor);
     grow_locked(anchor, num_drafts, tokens, parents);
   }
   return Match{static_cast<int32_t>(drafts_.size()) - 1, match_length};
@@ -159,7 +158,7 @@ void NgramTrie::grow_locked(Index anchor, int32_t num_drafts, int32_t* tokens, i
       parent.first_child = drafted;
       drafts_.push_back(draft);
     }
-    nodes_.use(best.node);
+    nodes_.use(best.node);  // while it stays, so do all n-grams walked to find it
     find_candidates_locked(drafted, best.node, best.probability);
   }
 }

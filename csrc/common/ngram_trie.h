@@ -98,10 +98,10 @@ class NgramTrie {
   NgramNodes nodes_;  // guarded by mutex_, as is all below
 
   // Kept between calls for their memory.
-  std::vector<Index> chain_;               // of append: the n-grams that the next token extends, longest first
-  std::vector<Draft> drafts_;              // of match: the tree so far
-  std::vector<Candidate> candidates_;      // of match: kBfs a queue from first_candidate_ on, kProb a heap
-  std::vector<Index> chosen_;              // of match
+  std::vector<Index> chain_;           // of append: the n-grams that the next token extends, longest first
+  std::vector<Draft> drafts_;          // of match: the tree so far
+  std::vector<Candidate> candidates_;  // of match: kBfs a queue from first_candidate_ on, kProb a heap
+  std::vector<Index> chosen_;          // of match
   std::size_t first_candidate_ = 0;
   int64_t num_found_ = 0;
 };

@@ -4,6 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "common/faults.h"
+
 namespace jaxserve::cpu {
 namespace {
 
@@ -22,6 +24,7 @@ Registry& registry() {
 
 uint64_t open_channel(std::shared_ptr<Channel> channel) {
   std::lock_guard<std::mutex> lock(registry().mutex);
+  Faults::instance().pass("allocate", "open_channel");
   registry().channels[++registry().newest] = std::move(channel);
   return registry().newest;
 }

@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <memory>
 
+#include "common/live_objects.h"
 #include "cpu/event_ring.h"
 
 namespace jaxserve::cpu {
 
 struct Channel {
+  LiveObject<ObjectKind::kChannel> live;
   std::shared_ptr<EventRing> write_done;  // recorded by the schedule stream, awaited by programs
   std::shared_ptr<EventRing> read_done;   // recorded by programs, awaited by the schedule stream
   std::shared_ptr<EventRing> step_done;   // recorded by programs when they end: the full-execution fence

@@ -26,7 +26,10 @@ class EventRing {
   void abandon(uint64_t generation) { generations_.abandon(generation); }
 
   // Announces a wait that will be issued later (a queued stream operation): pins the slot until wait() consumes it.
-  void announce_wait(uint64_t generation) { generations_.announce_wait(generation); }
+  // False: superseded, nothing is pinned.
+  bool announce_wait(uint64_t generation) { return generations_.announce_wait(generation); }
+  // Takes back one announce_wait that returned true, because the wait could not be issued.
+  void withdraw_wait(uint64_t generation) { generations_.withdraw_wait(generation); }
 
   // Blocks until the generation is recorded or abandoned; returns false if it was abandoned.
   // `announced`: this wait consumes one announce_wait. Raises WaitTimeout after timeout_s.
@@ -39,6 +42,8 @@ class EventRing {
 
   uint64_t newest_reserved() { return generations_.newest_reserved(); }
   uint64_t newest_recorded() { return generations_.newest_recorded(); }
+  int num_owed() { return generations_.num_owed(); }
+  int num_waiters() { return generations_.num_waiters(); }
   const std::string& name() const { return generations_.name(); }
   uint64_t id() const { return generations_.id(); }
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <string>
 
+#include "common/faults.h"
+#include "common/give_up.h"
 #include "common/hold_points.h"
 #include "common/journal.h"
 #include "common/launch_ticket.h"
@@ -32,6 +34,16 @@ ffi::Error wait_for_writes(const LaunchTicket& ticket, const Channel* channel) {
   return ffi::Error::Success();
 }
 
+// A copy that was told to fail.
+ffi::Error fail_copy() {
+  try {
+    Faults::instance().pass("copy", "jaxserve_snapshot");
+  } catch (const NativeError& error) {
+    return ffi::Error::Internal(error.what());
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error record(EventRing& ring, uint64_t generation) {
   if (generation == 0) return ffi::Error::Success();
   try {
@@ -49,6 +61,8 @@ void note_read(const void* table, int64_t row, int64_t width, uint32_t origin) {
   const uint64_t buffer = journal.buffer_at(table);
   if (buffer != 0) journal.append(JournalKind::kRead, buffer, row, static_cast<uint64_t>(width), origin);
 }
+ffi::Error snapshot_rows(const LaunchTicket& ticket, const Channel* channel, ffi::RemainingArgs& operands,
+                         ffi::RemainingRets& results);
 
 // Operands: ticket uint32[16], row ids int32[B], then tables [slots, columns] of 4-byte elements.
 // Results: the row ids, then one table each with result[b, :] = table[row_ids[b], :width].
@@ -77,8 +91,18 @@ ffi::Error snapshot(ffi::RemainingArgs operands, ffi::RemainingRets results) {
   const ActingAs execution(Journal::execution_actor(ticket.launch));
   Journal& journal = Journal::instance();
   if (ticket.channel != 0) journal.append(JournalKind::kBeginExecution, ticket.launch, 0, 0, JAXSERVE_ORIGIN("snapshot"));
-  if (ffi::Error error = wait_for_writes(ticket, channel.get()); error.failure()) return error;
+  ffi::Error error = snapshot_rows(ticket, channel.get(), operands, results);
+  if (error.failure() && channel != nullptr) give_up_records(*channel, ticket);
+  return error;
+}
+
+ffi::Error snapshot_rows(const LaunchTicket& ticket, const Channel* channel, ffi::RemainingArgs& operands,
+                         ffi::RemainingRets& results) {
+  auto row_ids_operand = operands.get<ffi::AnyBuffer>(1);
+  auto row_ids_result = results.get<ffi::AnyBuffer>(0);
+  if (ffi::Error error = wait_for_writes(ticket, channel); error.failure()) return error;
   HoldPoints::instance().pass("snapshot.before_reads");
+  if (ffi::Error error = fail_copy(); error.failure()) return error;
 
   const int64_t num_rows = static_cast<int64_t>((*row_ids_result)->element_count());
   if (static_cast<int64_t>(row_ids_operand->element_count()) < num_rows) return invalid("fewer row ids than rows");
@@ -128,11 +152,12 @@ ffi::Error record_end(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> r
   const ActingAs execution(Journal::execution_actor(ticket.launch));
   Journal::instance().append(JournalKind::kEndExecution, ticket.launch, 0, 0, JAXSERVE_ORIGIN("record_end"));
   HoldPoints::instance().pass("end.before_record");
-  if (const auto channel = find_channel(ticket.channel)) {
-    if (ffi::Error error = record(*channel->read_done, ticket.read_done_end); error.failure()) return error;
-    if (ffi::Error error = record(*channel->step_done, ticket.step_done); error.failure()) return error;
-  }
-  return ffi::Error::Success();
+  const auto channel = find_channel(ticket.channel);
+  if (channel == nullptr) return ffi::Error::Success();
+  ffi::Error error = record(*channel->read_done, ticket.read_done_end);
+  if (error.success()) error = record(*channel->step_done, ticket.step_done);
+  if (error.failure()) give_up_records(*channel, ticket);
+  return error;
 }
 
 // Journals what XLA code did that no handler of ours saw. Compiled into programs that are built for the race check only.

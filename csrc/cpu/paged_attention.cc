@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/faults.h"
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
 #include "cpu/parallel.h"
@@ -205,7 +206,7 @@ struct Task {
   int64_t first_row;  // index of its first row in the partial results
 };
 
-ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
+ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                            ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
                            ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
@@ -276,6 +277,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
   }
 
   static const AttendChunk attend_chunk = choose_attend_chunk();
+  Faults::instance().pass("allocate", "jaxserve_paged_attention");
   std::vector<Partial> partials(num_rows);
   std::vector<float> values(num_rows * p.dim);
   const auto attend = [&](int64_t index) {
@@ -311,6 +313,18 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
     index = last;
   }
   return ffi::Error::Success();
+}
+
+// No exception may cross XLA's C interface: memory for the partial results may be short.
+ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
+                           ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
+                           ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer,
+                           float scale, int64_t window) {
+  try {
+    return attend_all(pool, q, k_new, v_new, kv_pool, tables, lengths, out, layer, scale, window);
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxserve_paged_attention: ") + error.what());
+  }
 }
 
 }  // namespace

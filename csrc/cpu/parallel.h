@@ -5,8 +5,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -15,6 +17,8 @@ namespace jaxserve::cpu {
 // Calls work(task) once for each task in [0, num_tasks). Tasks are taken from one counter by the caller and by up to
 // num_threads - 1 pool threads. The caller never waits for a task nobody has started, so a busy pool cannot stall it;
 // a pool thread that comes late finds no task, and touches nothing but the shared state.
+// Of exceptions that tasks raise, the first is raised again once every task has ended: none may leave a pool thread,
+// and `work` must outlive those still running.
 template <typename Work>
 void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_threads, const Work& work) {
   num_threads = std::min(num_threads, num_tasks);
@@ -27,6 +31,7 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
     std::atomic<int64_t> finished{0};
     std::mutex mutex;
     std::condition_variable all_finished;
+    std::exception_ptr failure;  // guarded by mutex
   };
   auto state = std::make_shared<State>();
   const Work* shared_work = &work;  // alive while a task is unfinished, and not called otherwise
@@ -34,17 +39,29 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
     while (true) {
       const int64_t task = state->next.fetch_add(1);
       if (task >= num_tasks) return;
-      (*shared_work)(task);
+      try {
+        (*shared_work)(task);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(state->mutex);
+        if (state->failure == nullptr) state->failure = std::current_exception();
+      }
       if (state->finished.fetch_add(1) + 1 == num_tasks) {
         std::lock_guard<std::mutex> lock(state->mutex);
         state->all_finished.notify_all();
       }
     }
   };
-  for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([take_tasks] { take_tasks(); });
+  try {
+    for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([take_tasks] { take_tasks(); });
+  } catch (const std::exception&) {
+    // No memory for another thread's task: those that there are do it all.
+  }
   take_tasks();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished.load() == num_tasks; });
+  // Taken out: a pool thread that comes late must not be the last to let go of it.
+  const std::exception_ptr failure = std::exchange(state->failure, nullptr);
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 }  // namespace jaxserve::cpu

@@ -3,12 +3,14 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "common/faults.h"
 #include "common/journal.h"
 
 namespace jaxserve::cpu {
 namespace {
 
 struct Export {
+  LiveObject<ObjectKind::kExport> live;
   DLManagedTensorAbi tensor;
   int64_t shape[2];
   std::shared_ptr<SharedBuffer> owner;
@@ -22,10 +24,16 @@ SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float,
                  "wanted positive sizes, got [" + std::to_string(num_rows) + ", " + std::to_string(num_columns) + "]");
   const std::size_t bytes = static_cast<std::size_t>(num_rows) * num_columns * kElementBytes;
   const std::size_t padded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  Faults::instance().pass("allocate", "SharedBuffer");
   data_ = static_cast<std::byte*>(std::aligned_alloc(kAlignment, padded));
   JAXSERVE_CHECK(data_ != nullptr, "SharedBuffer", "no memory for " + std::to_string(bytes) + " bytes");
   std::memset(data_, 0, padded);
-  Journal::instance().add_buffer(data_, id_);
+  try {
+    Journal::instance().add_buffer(data_, id_);
+  } catch (...) {
+    std::free(data_);  // no destructor runs for a half-made object
+    throw;
+  }
 }
 
 SharedBuffer::~SharedBuffer() {
@@ -34,6 +42,7 @@ SharedBuffer::~SharedBuffer() {
 }
 
 DLManagedTensorAbi* SharedBuffer::to_dlpack() {
+  Faults::instance().pass("allocate", "SharedBuffer.__dlpack__");
   auto* exported = new Export{};
   exported->owner = shared_from_this();
   exported->shape[0] = num_rows_;

@@ -11,6 +11,7 @@
 
 #include "common/check.h"
 #include "common/dlpack.h"
+#include "common/live_objects.h"
 
 namespace jaxserve::cpu {
 
@@ -38,6 +39,7 @@ class SharedBuffer : public std::enable_shared_from_this<SharedBuffer> {
   static constexpr int32_t kDeviceType = kDLCpu;
 
  private:
+  LiveObject<ObjectKind::kSharedBuffer> live_;
   const int64_t num_rows_;
   const int64_t num_columns_;
   const bool is_float_;

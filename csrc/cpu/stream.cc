@@ -1,9 +1,11 @@
 #include "cpu/stream.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <utility>
 
+#include "common/faults.h"
 #include "common/hold_points.h"
 
 namespace jaxserve::cpu {
@@ -28,7 +30,11 @@ Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_
   JAXSERVE_CHECK(num_staging_blocks >= 1 && staging_block_bytes >= 1, "Stream",
                  "wanted at least one staging block of at least one byte");
   staging_.resize(num_staging_blocks);
-  for (StagingBlock& block : staging_) block.bytes.resize(staging_block_bytes);
+  for (StagingBlock& block : staging_) {
+    Faults::instance().pass("allocate", "Stream");
+    block.bytes.resize(staging_block_bytes);
+  }
+  Faults::instance().pass("allocate", "Stream");
   thread_ = std::thread([this] { run(); });
 }
 
@@ -42,6 +48,7 @@ Stream::~Stream() {
 }
 
 void Stream::enqueue(StreamOperation type, std::function<void()> run) {
+  Faults::instance().pass("allocate", "Stream.enqueue");
   {
     std::lock_guard<std::mutex> lock(mutex_);
     journal().append(JournalKind::kEnqueue, id_, ++num_enqueued_, static_cast<uint64_t>(type));
@@ -91,11 +98,14 @@ int Stream::acquire_staging(int64_t bytes) {
     stats_.staging_wait_ns += nanoseconds_since(start);
     JAXSERVE_CHECK(freed, "Stream.write_rows", "no staging block became free; the stream is stuck in a wait");
   }
+  if (static_cast<int64_t>(block.bytes.size()) < bytes) {
+    Faults::instance().pass("allocate", "Stream.write_rows");
+    block.bytes.resize(bytes);
+  }
   // Without the guard nobody looks whether the block is free, so nothing orders what follows.
   if (staging_guarded_) journal().append(JournalKind::kStage, staging_id_, index, static_cast<uint64_t>(Staging::kAcquire));
   journal().append(JournalKind::kStage, staging_id_, index, static_cast<uint64_t>(Staging::kFill));
-  block.in_use = true;
-  if (static_cast<int64_t>(block.bytes.size()) < bytes) block.bytes.resize(bytes);
+  block.in_use = true;  // after what may fail: nobody would release it
   return index;
 }
 
@@ -126,7 +136,13 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
   std::byte* staged = staging_[block_index].bytes.data();
   std::memcpy(staged, rows, index_bytes);
   std::memcpy(staged + index_bytes, values, num_rows * row_bytes);
-  enqueue(StreamOperation::kCopy, [this, buffer = std::move(buffer), block_index, staged, num_rows, first_column, row_bytes, index_bytes] {
+  const auto copy = [this, buffer = std::move(buffer), block_index, staged, num_rows, first_column, row_bytes,
+                     index_bytes] {
+    struct Release {
+      Stream& stream;
+      const int index;
+      ~Release() { stream.release_staging(index); }
+    } release{*this, block_index};
     HoldPoints::instance().pass("stream.before_copy");
     bool poisoned = false;
     {
@@ -136,6 +152,7 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
       stats_.bytes_copied += num_rows * row_bytes;
     }
     if (!poisoned) {
+      Faults::instance().pass("copy", "Stream.write_rows");
       journal().append(JournalKind::kStage, staging_id_, block_index, static_cast<uint64_t>(Staging::kRead));
       const uint64_t columns = static_cast<uint64_t>(first_column) << 32 | static_cast<uint64_t>(row_bytes) / kElementBytes;
       const auto* row_ids = reinterpret_cast<const int32_t*>(staged);
@@ -147,13 +164,18 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
                     row_bytes);
       }
     }
+  };
+  try {
+    enqueue(StreamOperation::kCopy, copy);
+  } catch (...) {
     release_staging(block_index);
-  });
+    throw;
+  }
 }
 
 void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind) {
-  ring->announce_wait(generation);  // from here on the slot may not be re-recorded under us
-  enqueue(StreamOperation::kWait, [this, ring = std::move(ring), generation, kind] {
+  const bool pinned = ring->announce_wait(generation);  // from here on the slot may not be re-recorded under us
+  const auto wait = [this, ring, generation, kind] {
     const auto start = Clock::now();
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -165,7 +187,13 @@ void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const st
     stats_.num_waits += 1;
     stats_.wait_ns += waited;
     stats_.waits[kind].add(waited);
-  });
+  };
+  try {
+    enqueue(StreamOperation::kWait, wait);
+  } catch (...) {
+    if (pinned) ring->withdraw_wait(generation);
+    throw;
+  }
 }
 
 void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
@@ -175,10 +203,15 @@ void Stream::record(std::shared_ptr<EventRing> ring, uint64_t generation) {
       std::lock_guard<std::mutex> lock(mutex_);
       stats_.held_up[newest_kind_].add(nanoseconds_since(start));
     }
-    if (error().empty()) {
-      ring->record(generation);
-    } else {
+    if (!error().empty()) {
       ring->abandon(generation);
+      return;
+    }
+    try {
+      ring->record(generation);
+    } catch (...) {
+      ring->abandon(generation);  // whoever waits for it would learn of the failure only by running out of time
+      throw;
     }
   });
 }
@@ -209,7 +242,10 @@ void Stream::reset() {
 
 StreamStats Stream::stats() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return stats_;
+  StreamStats stats = stats_;
+  stats.num_staging_in_use =
+      std::count_if(staging_.begin(), staging_.end(), [](const StagingBlock& block) { return block.in_use; });
+  return stats;
 }
 
 }  // namespace jaxserve::cpu

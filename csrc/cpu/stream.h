@@ -18,6 +18,7 @@
 
 #include "common/durations.h"
 #include "common/journal.h"
+#include "common/live_objects.h"
 #include "cpu/event_ring.h"
 #include "cpu/shared_buffer.h"
 
@@ -29,6 +30,7 @@ struct StreamStats {
   uint64_t num_waits = 0;
   uint64_t wait_ns = 0;          // time the stream stood still in waits
   uint64_t staging_wait_ns = 0;  // time the host stood still for a free staging block
+  uint64_t num_staging_in_use = 0;  // blocks that hold a write which has not run
   // By the kind of fence, as wait() was told. `held_up`: from the call of record() until the stream got to it, which is
   // how long the writes in front of it stood behind the wait before them.
   std::map<std::string, Durations> waits;
@@ -83,6 +85,7 @@ class Stream {
   void release_staging(int index);
   void run();
 
+  LiveObject<ObjectKind::kStream> live_;
   const double wait_timeout_s_;
   const bool staging_guarded_;
   const uint64_t id_;

@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 
+#include "common/faults.h"
 #include "cuda/check_cuda.h"
 
 namespace jaxserve::cuda {
@@ -22,6 +23,7 @@ Registry& registry() {
 }  // namespace
 
 Channel::Channel() {
+  Faults::instance().pass("allocate", "Channel");
   void* word = nullptr;
   JAXSERVE_CUDA_CHECK(cudaHostAlloc(&word, sizeof(*row_error), cudaHostAllocMapped | cudaHostAllocPortable));
   row_error = static_cast<unsigned long long*>(word);
@@ -38,6 +40,7 @@ std::optional<std::pair<int64_t, int32_t>> Channel::take_row_error() {
 
 uint64_t open_channel(std::shared_ptr<Channel> channel) {
   std::lock_guard<std::mutex> lock(registry().mutex);
+  Faults::instance().pass("allocate", "open_channel");
   registry().channels[++registry().newest] = std::move(channel);
   return registry().newest;
 }

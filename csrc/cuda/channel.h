@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "common/live_objects.h"
 #include "cuda/event_ring.h"
 
 namespace jaxserve::cuda {
@@ -17,6 +18,7 @@ struct Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
+  LiveObject<ObjectKind::kChannel> live;
   std::shared_ptr<EventRing> write_done;  // recorded by the schedule stream, awaited by programs
   std::shared_ptr<EventRing> read_done;   // recorded by programs, awaited by the schedule stream
   std::shared_ptr<EventRing> step_done;   // recorded by programs when they end: the full-execution fence

@@ -4,6 +4,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/faults.h"
 #include "cuda/check_cuda.h"
 
 namespace jaxserve::cuda {
@@ -24,6 +25,7 @@ EventRing::EventRing(std::string name, int num_slots) : generations_(std::move(n
   bindings_.resize(num_slots);
   try {
     for (Binding& binding : bindings_) {
+      Faults::instance().pass("allocate", "EventRing");
       JAXSERVE_CUDA_CHECK(cudaEventCreateWithFlags(&binding.event, cudaEventDisableTiming));
     }
     JAXSERVE_CUDA_CHECK(cudaEventCreateWithFlags(&fixed_event_, cudaEventDisableTiming));

@@ -73,6 +73,8 @@ class EventRing {
 
   uint64_t newest_reserved() { return generations_.newest_reserved(); }
   uint64_t newest_recorded() { return generations_.newest_recorded(); }
+  int num_owed() { return generations_.num_owed(); }
+  int num_waiters() { return generations_.num_waiters(); }
   const std::string& name() const { return generations_.name(); }
   uint64_t id() const { return generations_.id(); }
 

@@ -14,10 +14,13 @@
 //       step_done from record_on_compute_stream instead where something else may run last.
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <string>
 #include <string_view>
 
 #include "common/current_launch.h"
+#include "common/faults.h"
+#include "common/give_up.h"
 #include "cuda/channel.h"
 #include "cuda/check_cuda.h"
 #include "cuda/compute_stream.h"
@@ -29,6 +32,19 @@ namespace ffi = xla::ffi;
 
 namespace jaxserve::cuda {
 namespace {
+
+// Runs the body of a handler that records for the current launch, which gives its records up if that fails.
+template <typename Body>
+void or_give_up(Body body) {
+  const LaunchTicket ticket = current_launch();
+  const auto channel = find_channel(ticket.channel);
+  try {
+    body(ticket, channel);
+  } catch (...) {
+    if (channel != nullptr) give_up_records(*channel, ticket);
+    throw;
+  }
+}
 
 // Runs a handler's body: no exception may cross XLA's C interface.
 template <typename Body>
@@ -69,6 +85,7 @@ void gather(ffi::RemainingArgs& operands, ffi::RemainingRets& results, unsigned 
   const auto num_rows = static_cast<int64_t>((*row_ids_result)->element_count());
   require(static_cast<int64_t>(row_ids->element_count()) >= num_rows, "fewer row ids than rows");
 
+  Faults::instance().pass("copy", "jaxserve_snapshot");
   GatherRows launch{};
   launch.row_ids = static_cast<const int32_t*>(row_ids->untyped_data());
   launch.row_ids_out = static_cast<int32_t*>((*row_ids_result)->untyped_data());
@@ -107,18 +124,18 @@ void zero(ffi::Result<ffi::AnyBuffer>& result, cudaStream_t stream) {
 
 ffi::Error snapshot(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results) {
   return guarded([&] {
-    const LaunchTicket ticket = current_launch();
-    const auto channel = find_channel(ticket.channel);
-    if (channel != nullptr && ticket.write_done != 0) {
-      require(channel->write_done->stream_wait(ticket.write_done, stream, channel->wait_timeout_s),
-              "the row writes of step " + std::to_string(ticket.step_number) +
-                  " were given up; see the schedule stream's error");
-    }
-    hold_stream("snapshot.before_reads", stream);
-    gather(operands, results, channel != nullptr ? channel->row_error : nullptr, stream);
-    hold_stream("snapshot.before_record", stream);
-    if (channel != nullptr) record(*channel->read_done, ticket.read_done_marker, stream);
-    hold_stream("snapshot.after_record", stream);
+    or_give_up([&](const LaunchTicket& ticket, const std::shared_ptr<Channel>& channel) {
+      if (channel != nullptr && ticket.write_done != 0) {
+        require(channel->write_done->stream_wait(ticket.write_done, stream, channel->wait_timeout_s),
+                "the row writes of step " + std::to_string(ticket.step_number) +
+                    " were given up; see the schedule stream's error");
+      }
+      hold_stream("snapshot.before_reads", stream);
+      gather(operands, results, channel != nullptr ? channel->row_error : nullptr, stream);
+      hold_stream("snapshot.before_record", stream);
+      if (channel != nullptr) record(*channel->read_done, ticket.read_done_marker, stream);
+      hold_stream("snapshot.after_record", stream);
+    });
   });
 }
 
@@ -140,13 +157,13 @@ ffi::Error snapshot_graph(cudaStream_t stream, ffi::RemainingArgs operands, ffi:
 // Operands: ticket uint32[16], then anything whose producers must have run.
 ffi::Error record_end(cudaStream_t stream, ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer> result) {
   return guarded([&] {
-    zero(result, stream);
-    hold_stream("end.before_record", stream);
-    const LaunchTicket ticket = current_launch();
-    if (const auto channel = find_channel(ticket.channel)) {
+    or_give_up([&](const LaunchTicket& ticket, const std::shared_ptr<Channel>& channel) {
+      zero(result, stream);
+      hold_stream("end.before_record", stream);
+      if (channel == nullptr) return;
       record(*channel->read_done, ticket.read_done_end, stream);
       record(*channel->step_done, ticket.step_done, stream);
-    }
+    });
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "common/faults.h"
 #include "common/journal.h"
 #include "cuda/check_cuda.h"
 
@@ -9,6 +10,7 @@ namespace jaxserve::cuda {
 namespace {
 
 struct Export {
+  LiveObject<ObjectKind::kExport> live;
   DLManagedTensorAbi tensor;
   int64_t shape[2];
   std::shared_ptr<SharedBuffer> owner;
@@ -25,6 +27,7 @@ SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float,
                      std::to_string(num_columns) + "]");
   const std::size_t bytes = static_cast<std::size_t>(num_rows) * num_columns * kElementBytes;
   JAXSERVE_CUDA_CHECK(cudaGetDevice(&device_));
+  Faults::instance().pass("allocate", "SharedBuffer");
   void* memory = nullptr;
   JAXSERVE_CUDA_CHECK(cudaMalloc(&memory, bytes));
   data_ = static_cast<std::byte*>(memory);
@@ -43,6 +46,7 @@ SharedBuffer::SharedBuffer(int64_t num_rows, int64_t num_columns, bool is_float,
 SharedBuffer::~SharedBuffer() { JAXSERVE_CUDA_REPORT(cudaFree(data_)); }
 
 DLManagedTensorAbi* SharedBuffer::to_dlpack() {
+  Faults::instance().pass("allocate", "SharedBuffer.__dlpack__");
   auto* exported = new Export{};
   exported->owner = shared_from_this();
   exported->shape[0] = num_rows_;

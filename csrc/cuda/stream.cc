@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "common/faults.h"
 #include "common/journal.h"
 #include "cuda/check_cuda.h"
 #include "cuda/hold_stream.h"
@@ -30,6 +31,7 @@ Stream::Stream(int num_staging_blocks, int64_t staging_block_bytes, double wait_
                  "wanted at least one staging block of at least one byte");
   staging_.resize(num_staging_blocks);
   try {
+    Faults::instance().pass("allocate", "Stream");
     JAXSERVE_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     for (StagingBlock& block : staging_) {
       allocate_staging(block, staging_block_bytes);
@@ -60,6 +62,7 @@ void Stream::allocate_staging(StagingBlock& block, int64_t num_bytes) {
     block.bytes = nullptr;
     block.num_bytes = 0;
   }
+  Faults::instance().pass("allocate", "Stream");
   void* memory = nullptr;
   JAXSERVE_CUDA_CHECK(cudaHostAlloc(&memory, num_bytes, cudaHostAllocMapped | cudaHostAllocPortable));
   block.bytes = static_cast<std::byte*>(memory);
@@ -142,8 +145,14 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
   scatter.num_columns = buffer->num_columns();
   scatter.first_column = first_column;
   scatter.num_values = num_values;
+  Faults::instance().pass("copy", "Stream.write_rows");
   launch_scatter_rows(scatter, stream_);
-  JAXSERVE_CUDA_CHECK(cudaEventRecord(block.read_done, stream_));
+  try {
+    JAXSERVE_CUDA_CHECK(cudaEventRecord(block.read_done, stream_));
+  } catch (...) {
+    JAXSERVE_CUDA_REPORT(cudaStreamSynchronize(stream_));  // nothing guards the block, so it must be free now
+    throw;
+  }
 }
 
 void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& /*kind*/) {
@@ -189,7 +198,11 @@ void Stream::reset() {
 
 StreamStats Stream::stats() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return stats_;
+  StreamStats stats = stats_;
+  for (const StagingBlock& block : staging_) {
+    stats.num_staging_in_use += JAXSERVE_CUDA_QUERY(cudaEventQuery(block.read_done)) ? 0 : 1;
+  }
+  return stats;
 }
 
 }  // namespace jaxserve::cuda

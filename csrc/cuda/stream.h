@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/durations.h"
+#include "common/live_objects.h"
 #include "cuda/event_ring.h"
 #include "cuda/shared_buffer.h"
 
@@ -30,6 +31,7 @@ struct StreamStats {
   // Always 0: how long the device stood still is not known without timing events, which cost more than our events.
   uint64_t wait_ns = 0;
   uint64_t staging_wait_ns = 0;  // time the host stood still for a free staging block
+  uint64_t num_staging_in_use = 0;  // blocks that the device may still read
   // Always empty, for the same reason.
   std::map<std::string, Durations> waits;
   std::map<std::string, Durations> held_up;
@@ -82,6 +84,7 @@ class Stream {
   std::vector<int64_t> last_of_each_row_locked(const SharedBuffer& buffer, const int32_t* rows, int64_t num_rows);
   void release();
 
+  LiveObject<ObjectKind::kStream> live_;
   const double wait_timeout_s_;
   const bool staging_guarded_;
   const uint64_t id_;

@@ -76,7 +76,7 @@ class SharedRows:
 
     def __init__(self, layout: RowLayout, platform: str, timeout_s: float, updates: SharedUpdates = "shared"):
         native = native_module(platform)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._bytes_uploaded = 0  # in the comparison modes; the stream counts its own
         self.layout = layout
         self.updates = updates
@@ -157,8 +157,12 @@ class SharedRows:
         if self.updates != "shared":
             return 0
         self._name_origin()
-        event = reserve(self.write_done, self._timeout_s)
-        self.stream.record(event.ring, event.generation)
+        event = reserve(self.write_done, self.timeout_s)
+        try:
+            self.stream.record(event.ring, event.generation)
+        except BaseException:
+            event.abandon()  # its slot would owe the record for ever, and the ring would be stuck when it comes round
+            raise
         return event.generation
 
     def wait(self, event: Event, kind: str = "other") -> None:

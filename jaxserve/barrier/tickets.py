@@ -82,3 +82,10 @@ def launch_ticket(
         [channel, write_done, read_done_marker, read_done_end, step_done, step_number, launch, 0], dtype=np.uint64
     )
     return words.view(np.uint32)
+
+
+def ticket_facts(ticket: np.ndarray) -> dict[str, int]:
+    """What a launch ticket says, by name of the word, as far as it is not zero; to be shown to people."""
+    names = ("channel", "write_done", "read_done_marker", "read_done_end", "step_done", "step_number", "launch")
+    words = ticket.view(np.uint64).tolist()
+    return {name: word for name, word in zip(names, words, strict=False) if word and name != "step_number"}

@@ -74,7 +74,7 @@ class Sweep:
     sizes: tuple[TableSize, ...] = (TableSize(16, 64), TableSize(64, 512), TableSize(256, 2048), TableSize(512, 8192))
     rounds: int = 4
     max_tokens: int = 48
-    max_seconds: float = 840.0
+    max_seconds: float = 780.0
 
     def __post_init__(self) -> None:
         if not self.models or not self.batches or not self.sizes:

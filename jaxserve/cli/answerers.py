@@ -9,6 +9,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Protocol
 
 from jaxserve.cli.loading import say_loading
@@ -36,14 +37,14 @@ class LocalAnswerer:
         ModelLoadError: from the constructor.
     """
 
-    def __init__(self, config: EngineConfig, fields: dict[str, Any]):
+    def __init__(self, config: EngineConfig, fields: dict[str, Any], trace: Path | None = None):
         import dataclasses
 
         from jaxserve.engine.llm import LLM
 
         self._params = SamplingParams(**({"max_tokens": None} | fields))
         say_loading(config)
-        self._llm: Any = LLM(**dataclasses.asdict(config))
+        self._llm: Any = LLM(trace=trace, **dataclasses.asdict(config))
         self.name = config.served_model_name or config.model
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:

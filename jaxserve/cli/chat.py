@@ -9,6 +9,7 @@ import sys
 from jaxserve.cli.answerers import Answerer, LocalAnswerer, Messages, RemoteAnswerer
 from jaxserve.cli.flags import add_engine_flags, engine_config, given_engine_flags
 from jaxserve.cli.sampling_flags import add_sampling_flags, sampling_fields
+from jaxserve.cli.trace_flag import add_trace_flag, stopped_by_signals, trace_path
 from jaxserve.core.errors import ConfigError, JaxserveError
 
 HELP = "Ctrl-C stops an answer, Ctrl-D leaves; /clear forgets the conversation, /help shows this"
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (also JAXSERVE_API_KEY)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_flags(parser)
+    add_trace_flag(parser)
     add_engine_flags(parser, positional_model=True, without=("seed",))  # --seed is the request's
 
 
@@ -29,14 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
     answerer: Answerer
     if arguments.url:
         wrong = [name for name in given_engine_flags(arguments) if name != "--model"]
+        wrong += ["--trace"] if arguments.trace is not None else []
         if wrong:
             raise ConfigError(f"{', '.join(wrong)} cannot change a running server; leave out --url or the flag")
         model = getattr(arguments, "engine_model", arguments.model_argument)
         answerer = RemoteAnswerer(arguments.url, fields, model, arguments.api_key)
     else:
-        answerer = LocalAnswerer(engine_config(arguments, skip_warmup=True), fields)
+        answerer = LocalAnswerer(engine_config(arguments, skip_warmup=True), fields, trace_path(arguments))
     try:
-        talk(answerer, arguments.system)
+        with stopped_by_signals():
+            talk(answerer, arguments.system)
     finally:
         answerer.close()
     return 0

@@ -10,8 +10,14 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jaxserve.cli.flags import add_engine_flags, engine_config
+from jaxserve.core.config import EngineConfig
 from jaxserve.server.version import version
+
+if TYPE_CHECKING:
+    from jaxserve.attention.base import AttentionBackend
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "safetensors", "fastapi", "uvicorn", "pydantic", "orjson")
 PREFIXES = ("JAX", "XLA", "CUDA_VISIBLE_DEVICES", "HF_HOME", "OMP_NUM_THREADS", "TF_GPU")
@@ -19,12 +25,19 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no flags."""
+    """The engine's flags: which fence a configuration gets is one of the facts."""
+    add_engine_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints one ``name: value`` per line; what cannot be found out says why instead of failing."""
-    for name, find in FACTS.items():
+    config = engine_config(arguments)
+    facts = FACTS | {
+        "attention backend": lambda: _backend(config).name,
+        "shared reads": lambda: _shared_reads(config),
+        "graph splits": _graph_splits,
+    }
+    for name, find in facts.items():
         try:
             print(f"{name}: {find()}")
         except Exception as error:
@@ -83,6 +96,43 @@ def _devices() -> str:
 def _extension() -> str:
     built = [name for name in ("_cpu", "_cuda") if importlib.util.find_spec(f"jaxserve.{name}") is not None]
     return ", ".join(built) if built else "not built (see BUILD.md)"
+
+
+def _backend(config: EngineConfig) -> AttentionBackend:
+    import jax
+
+    from jaxserve.attention.registry import make_backend
+
+    platform = jax.default_backend()
+    dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
+    return make_backend(config, platform, dtype)
+
+
+def _shared_reads(config: EngineConfig) -> str:
+    """Per forward mode: where reads are declared to end, where they end, and the fence of such a step."""
+    from jaxserve.core.forward_mode import ForwardMode
+    from jaxserve.runner.step_runner import resolve_read_ends
+    from jaxserve.scheduler.war_barrier import fence_for
+
+    backend, found = _backend(config), []
+    for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        declared, resolved = resolve_read_ends(
+            backend, mode, has_marker=config.shared_read_marker, unsound=config.compat_unsound_fallback
+        )
+        fence = fence_for(
+            resolved, mode, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
+        )
+        ends = declared.name if declared is resolved else f"{declared.name} -> {resolved.name}"
+        found.append(f"{mode.name} {ends} ({':'.join(fence)})")
+    return ", ".join(found)
+
+
+def _graph_splits() -> str:
+    import jax
+
+    if jax.default_backend() == "cpu":
+        return "none on the CPU; check-programs --target h100 tells those of an H100"
+    return "see check-programs --target h100"
 
 
 FACTS: dict[str, Callable[[], str]] = {

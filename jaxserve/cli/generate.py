@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.cli.flags import add_engine_flags, engine_config
 from jaxserve.cli.loading import say_loading
 from jaxserve.cli.sampling_flags import add_sampling_flags, sampling_fields
+from jaxserve.cli.trace_flag import add_trace_flag, stopped_by_signals, trace_path
 from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per output instead of text")
     parser.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
     add_sampling_flags(parser)
+    add_trace_flag(parser)
     add_engine_flags(parser, without=("seed",))  # --seed is the request's
 
 
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxserve.engine.llm import LLM
 
     say_loading(config)
-    with LLM(**dataclasses.asdict(config)) as llm:
+    with stopped_by_signals(), LLM(trace=trace_path(arguments), **dataclasses.asdict(config)) as llm:
         if len(prompts) == 1 and params.n == 1 and not arguments.json:
             _stream(llm, prompts[0], params, arguments.chat)
         else:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxserve.cli import bench, chat, check_programs, collect_env, generate, serve
+from jaxserve.cli import bench, chat, check_programs, collect_env, generate, serve, trace
 from jaxserve.cli.parser import Parser
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.server.version import version
@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": serve,
     "generate": generate,
     "chat": chat,
+    "trace": trace,
     "check-programs": check_programs,
     "bench": bench,
     "collect-env": collect_env,

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import cast
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from jaxserve.cli.flags import add_engine_flags, engine_config
+from jaxserve.cli.program_reports import graph_splits
+from jaxserve.cli.trace_flag import add_trace_flag, trace_path
 from jaxserve.core.errors import ConfigError
 from jaxserve.server.engine_protocol import EngineLike
 from jaxserve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from jaxserve.timeline.trace import Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds running requests may go on after a stop signal (default %(default)s)",
     )
+    http.add_argument(
+        "--program-report",
+        type=Path,
+        metavar="FILE",
+        help="what check-programs --target h100 --json printed: /metrics then shows each program's graph splits",
+    )
     http.add_argument("--access-log", action="store_true", help="log every request")
+    add_trace_flag(parser)
     add_engine_flags(parser, positional_model=True)
 
 
@@ -80,18 +93,34 @@ def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; the port is taken before anything is loaded."""
     config = engine_config(arguments)
     settings = server_settings(arguments)
+    path = trace_path(arguments)
+    splits = graph_splits(arguments.program_report) if arguments.program_report is not None else {}
 
     from jaxserve.server.launch import ServerProcess  # fastapi and uvicorn take half a second
+
+    traces: list[Trace] = []
 
     def load() -> EngineLike:
         from jaxserve.engine.async_engine import AsyncEngine
 
-        return cast(EngineLike, AsyncEngine.from_config(config, lambda message: print(message, flush=True)))
+        engine = AsyncEngine.from_config(config, lambda message: print(message, flush=True))
+        if splits:
+            engine.metrics.set_graph_splits(splits)
+        if path is not None:
+            from jaxserve.timeline.trace import Trace
+
+            traces.append(Trace(path).start())
+        return cast(EngineLike, engine)
+
+    def write_trace() -> None:
+        for trace in traces:
+            trace.close()
+            print(f"wrote {trace.path}", flush=True)
 
     def announce(engine: EngineLike, url: str) -> None:
         print(how_to_use(engine, url, bool(settings.api_keys)), flush=True)
 
-    server = ServerProcess(load, settings, announce)
+    server = ServerProcess(load, settings, announce, write_trace)
     print(f"listening on {server.url}, loading {config.model!r} ({server.url}/health/ready turns 200)", flush=True)
     return server.run()
 

@@ -23,6 +23,7 @@ from jaxserve.runner.launch import Launch
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
+from jaxserve.timeline.recorder import span
 
 log = logging.getLogger(__name__)
 SEED_MASK = 2**63 - 1
@@ -76,17 +77,18 @@ class Engine:
         deltas, self._undelivered = self._undelivered, []  # filled as outputs advance: a failure loses none of them
         try:
             if not self._in_flight and self.parts.rows.stream.error:
-                self.parts.rows.recover()  # nothing reads the rows now, so a write that failed late harms nobody
+                # Nothing reads the rows now, so a write that failed late harms nobody.
+                log.warning("row writes stopped and start anew: %s", self.parts.rows.recover())
             if not self._in_flight:
                 self._busy_since = time.perf_counter()
-            ahead = self._dispatch(self.scheduler.plan())
+            ahead = self._dispatch(self._plan())
             while len(self._in_flight) > (1 if ahead and self._overlap else 0):
-                committed = self._collect()
+                step, committed = self._in_flight[0].batch.step_number, self._collect()
                 try:
                     if self._overlap and not self._in_flight:  # the plan wanted these tokens; delivering them can wait
-                        ahead = self._dispatch(self.scheduler.plan())
+                        ahead = self._dispatch(self._plan())
                 finally:
-                    self._deliver(committed, deltas)
+                    self._deliver(step, committed, deltas)
         except BaseException as error:
             log.exception("step %d failed", self.scheduler.step_number)
             deltas += self._fail_running(error)
@@ -95,17 +97,27 @@ class Engine:
                 raise
         return deltas
 
+    def _plan(self) -> StepBatch[Sequence] | None:
+        with span("plan") as planning:
+            batch = self.scheduler.plan()
+            if batch is not None:
+                planning.note(step=batch.step_number, mode=batch.mode.name, batch=len(batch.owners))
+        return batch
+
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
         if batch is None:
             return False
-        self._in_flight.append(self.scheduler.launch(batch))
+        with span("launch", step=batch.step_number):
+            self._in_flight.append(self.scheduler.launch(batch))
         self.metrics.launched(batch)
         return True
 
     def _collect(self) -> list[Committed]:
         """Blocks for the oldest launch and commits its tokens."""
         launch = self._in_flight[0]
-        committed = self.scheduler.commit(launch, launch.collect())
+        with span("collect", step=launch.batch.step_number):
+            result = launch.collect()
+        committed = self.scheduler.commit(launch, result)
         self._in_flight.popleft()
         now = time.perf_counter()
         if self.scheduler.speculation is not None:
@@ -113,18 +125,21 @@ class Engine:
         self._busy_since = now  # the next step is busy from here on, if there is one
         return committed
 
-    def _deliver(self, tokens: list[Committed], deltas: list[OutputDelta]) -> None:
-        ended: list[Sequence] = []
-        for committed in tokens:
-            output = self._outputs[committed.sequence]
-            if output.finish_reason is not None:
-                continue  # a verified token behind the one that ended the output
-            deltas.append(output.push(committed))
-            self.metrics.committed(committed.sequence)
-            if output.finish_reason is not None:
-                ended.append(committed.sequence)
-        for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
-            self._finish(sequence)
+    def _deliver(self, step: int, tokens: list[Committed], deltas: list[OutputDelta]) -> None:
+        """Appends what clients get of a step's tokens, and ends the outputs that are complete."""
+        with span("commit", step=step, tokens=len(tokens)) as committing:
+            ended: list[Sequence] = []
+            for committed in tokens:
+                output = self._outputs[committed.sequence]
+                if output.finish_reason is not None:
+                    continue  # a verified token behind the one that ended the output
+                deltas.append(output.push(committed))
+                self.metrics.committed(committed.sequence)
+                if output.finish_reason is not None:
+                    ended.append(committed.sequence)
+            for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
+                self._finish(sequence)
+            committing.note(finished=len(ended))
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason
@@ -255,8 +270,7 @@ class Engine:
         # waits for times out.
         deadline = time.monotonic() + self.config.fence_timeout_s
         for launch in self._in_flight:
-            while not launch.is_done() and time.monotonic() < deadline:
-                time.sleep(0.001)
+            launch.settle(deadline - time.monotonic())
         self._in_flight.clear()
         runner.channel.abandon_all()
         runner.shared_read_done_event = None

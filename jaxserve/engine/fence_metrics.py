@@ -23,15 +23,12 @@ class FenceMetrics(Collector):
 
     Fences, waits and demotions count from when this was made (after warm-up); compiled programs from the start.
     On CUDA the stream's waits happen on the device, which does not tell how long they took: those families stay empty.
-
-    Attributes:
-        graph_splits: program label -> places where its CUDA graph is interrupted, of the programs it is known of.
     """
 
-    def __init__(self, engine: Engine, labels: Mapping[str, str]):
+    def __init__(self, engine: Engine, labels: Mapping[str, str], graph_splits: Mapping[str, int]):
         self._engine = engine
         self._names, self._values = list(labels), list(labels.values())
-        self.graph_splits: dict[str, int] = {}
+        self.graph_splits = graph_splits
         self._first_stats = engine.parts.rows.stream.stats()
         self._first_fences = engine.scheduler.barrier.counts.copy()
         self._first_demotions = self._demotions()

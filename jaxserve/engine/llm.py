@@ -9,6 +9,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from jaxserve.core.config import EngineConfig
@@ -16,6 +17,7 @@ from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.request import CompletionOutput, OutputDelta, Request, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.timeline.trace import Trace
 
 Prompt: TypeAlias = str | Sequence[int] | dict[str, Any]
 Encoded: TypeAlias = tuple[str | None, list[int]]  # the text, if there was one, and its ids
@@ -27,10 +29,11 @@ class LLM:
     Args:
         model: ``"default"``, a Hugging Face folder or a ``.gguf`` file.
         verbose: print progress while loading and compiling.
+        trace: ``.json`` or ``.json.gz`` file to write a timeline to, when closed or when Python exits.
         engine_settings: any field of ``EngineConfig``.
 
     Raises:
-        ConfigError, ModelLoadError: see ``EngineConfig`` and the message.
+        ConfigError, ModelLoadError: see ``EngineConfig`` and the message; or ``trace`` cannot be written.
 
     Example:
         >>> with LLM() as llm:
@@ -38,9 +41,13 @@ class LLM:
         ...     print(out[0].outputs[0].text)
     """
 
-    def __init__(self, model: str = "default", *, verbose: bool = False, **engine_settings: Any):
+    def __init__(self, model: str = "default", *, verbose: bool = False, trace: str | Path | None = None,
+                 **engine_settings: Any):  # fmt: skip
         config = EngineConfig(model=model, **engine_settings)
+        self._trace = None if trace is None else Trace(trace)  # a bad path is refused before anything is loaded
         self.engine = Engine(config, print if verbose else lambda message: None)
+        if self._trace is not None:
+            self._trace.start()
         self._lock = threading.Lock()  # the engine is stepped by whoever waits; two threads must not do it at once
         self._dropped: queue.SimpleQueue[str] = queue.SimpleQueue()  # requests nobody waits for any more
         self._closed = False
@@ -81,10 +88,13 @@ class LLM:
         return self._stream((None, self.engine.encode_chat(list(messages))), params)
 
     def close(self) -> None:
-        """Frees the engine. Streams that are still open raise EngineDead when asked for more. Idempotent."""
+        """Frees the engine, and writes the trace if there is one. Streams that are still open raise EngineDead when
+        asked for more. Idempotent."""
         with self._lock:
             self._closed = True
             self.engine.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def __enter__(self) -> LLM:
         return self

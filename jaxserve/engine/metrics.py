@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -16,6 +18,8 @@ from jaxserve.runner.batch import StepBatch
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
 
+log = logging.getLogger(__name__)
+
 LATENCY_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 )  # fmt: skip
@@ -28,11 +32,12 @@ class EngineMetrics:
 
     Attributes:
         registry: what ``/metrics`` renders.
-        fences: the barrier's and the programs' part of it.
+        graph_splits: program -> places where its CUDA graph is interrupted, of the programs it is known of.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self.graph_splits: dict[str, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -47,8 +52,7 @@ class EngineMetrics:
         self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1",
                     lambda: 1 - pool.num_free / max(1, pool.num_usable))  # fmt: skip
         self._gauge("num_preemptions", "Sequences whose pages were taken away", lambda: scheduler.num_preemptions)
-        self.fences = FenceMetrics(self._engine, self._model)
-        self.registry.register(self.fences)
+        self.registry.register(FenceMetrics(self._engine, self._model, self.graph_splits))
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens delivered")
         self._finished = Counter("jaxserve:request_success", "Outputs ended", ["model_name", "finished_reason"],
@@ -68,6 +72,17 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str) -> Any:
         histogram = Histogram(f"jaxserve:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS, registry=self.registry)
         return histogram.labels(**self._model)
+
+    def set_graph_splits(self, splits: Mapping[str, int]) -> None:
+        """Takes over what a program report says of this engine's programs; warns of others, which it cannot mean."""
+        own = set()
+        for runner in self._engine.parts.worker.step_runners:
+            for cache, keys in zip((runner.steps, runner.preps), runner.program_keys(), strict=True):
+                own |= {f"{cache.kind} {key.label}" for key in keys}
+        self.graph_splits.update({program: count for program, count in splits.items() if program in own})
+        others = [program for program in splits if program not in own]
+        if others:
+            log.warning("the program report is of another configuration: this engine has no %s", ", ".join(others))
 
     def accepted(self, request: Request) -> None:
         """A request entered the queue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 
@@ -9,6 +10,8 @@ import jax
 
 from jaxserve.barrier import journal
 from jaxserve.barrier.tickets import Event
+
+log = logging.getLogger(__name__)
 
 
 class CompletionWatcher:
@@ -40,7 +43,11 @@ class CompletionWatcher:
             except Exception:  # the collector of the step raises it to whoever asked; here only waiters must not hang
                 for event in events:
                     event.abandon()
-            else:
-                journal.collected(launch)
-                for event in events:
+                continue
+            journal.collected(launch)
+            for event in events:
+                try:
                     event.record()
+                except Exception:  # the execution has ended, so its waiters may go on
+                    log.exception("a record of %s failed and is given up", event.ring.name)
+                    event.abandon()

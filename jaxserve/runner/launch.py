@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.barrier import journal
+from jaxserve.barrier.faults import pass_fault
 from jaxserve.barrier.tickets import Event
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.sampler import Sampled
@@ -41,6 +43,7 @@ class Launch:
         read_ends: where its reads of shared rows end, as resolved.
         step_done: recorded when its program ends; the full-execution fence.
         sampled, counts: device results, see ``StepOutputs``.
+        read_done: recorded where those reads end; None where nobody records that.
         coarse_reason: why a worker cleared the mailbox after this launch, so that the full-execution fence is counted
             under that name (``ngram``). It becomes a label of ``jaxserve:fences_total``: few values, each a word.
             None: nothing to add to what the read ends say.
@@ -51,6 +54,7 @@ class Launch:
     read_ends: SharedReadEnds
     step_done: Event
     sampled: Sampled
+    read_done: Event | None
     wants_logprobs: bool = False
     counts: jax.Array | None = None
     coarse_reason: str | None = None
@@ -63,8 +67,22 @@ class Launch:
             journal.collected(self.number)
         return ended
 
+    def settle(self, timeout_s: float) -> None:
+        """Blocks until the execution has ended, well or not, but no longer than that; then gives up what it still owes.
+
+        An execution that failed records nothing more, and what stands behind its records in the schedule stream may be
+        what the next execution waits for.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.is_done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        for event in (self.read_done, self.step_done):
+            if event is not None:
+                event.abandon()
+
     def collect(self) -> StepResult:
         """Blocks until the results are on the host. Raises whatever the execution raised."""
+        pass_fault("collect", "results")
         num_rows = len(self.batch.owners)
         counts = np.ones(num_rows, np.int32) if self.counts is None else np.asarray(self.counts)[:num_rows]
         queries = 1 if self.counts is None else self.sampled.tokens.shape[0] // self.counts.shape[0]

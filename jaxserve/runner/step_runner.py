@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
 from jaxserve.barrier import journal
-from jaxserve.barrier.tickets import Event, launch_of
+from jaxserve.barrier.faults import pass_fault
+from jaxserve.barrier.tickets import Event, launch_of, ticket_facts
 from jaxserve.core.errors import FenceTimeout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
@@ -29,6 +30,7 @@ from jaxserve.runner.step_program import (
     make_prep_program,
     make_step_program,
 )
+from jaxserve.timeline.recorder import RECORDER, Span, span
 
 
 class StepRunner:
@@ -157,7 +159,7 @@ class StepRunner:
                 self._await_writes(write_done)
             private, after = None, [runner.newest_launch]
             if source is RowSource.PRIVATE:
-                private, prep = self._launch_prep(batch, shape, inputs, write_done, read_done)
+                private, prep = self._launch_prep(batch, shape, inputs, write_done, read_done, step_done)
                 after.append(prep)
                 write_done = 0  # the step itself reads no shared row
             if ends is SharedReadEnds.PRE_REPLAY:
@@ -172,10 +174,13 @@ class StepRunner:
                 step_number=batch.step_number,
             )
             key, tables = self._key(shape, source), runner.rows.arrays()
-            with runner.channel.dispatching(ticket, f"{runner.name}, {key.label}", after) as operand:
+            label = f"{runner.name}, {key.label}"
+            pass_fault("launch", "step program")
+            with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label, after) as operand:
                 out = self.steps.call(
                     key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private
                 )
+            pass_fault("dispatched", "step program")
         except BaseException:
             # Nobody may wait for records that will never come, nor meet this phase's event.
             runner.shared_read_done_event = None
@@ -190,7 +195,9 @@ class StepRunner:
             runner.watcher.watch(out.sampled.tokens, [*late, step_done], launch_of(ticket))
         if ends in (SharedReadEnds.IN_REPLAY, SharedReadEnds.POST_REPLAY):
             runner.shared_read_done_event = read_done
-        return Launch(batch, ends, step_done, out.sampled, wants_logprobs, out.counts, number=launch_of(ticket))
+        return Launch(
+            batch, ends, step_done, out.sampled, read_done, wants_logprobs, out.counts, number=launch_of(ticket)
+        )
 
     def _await_writes(self, write_done: int) -> None:
         """Blocks until the row writes of a launch are done, for programs that cannot wait themselves.
@@ -202,21 +209,37 @@ class StepRunner:
         if write_done and not Event(rows.write_done, write_done).sync(self.runner.config.fence_timeout_s):
             raise FenceTimeout(f"the row writes of this step were given up: {rows.stream.error}")
 
-    def _launch_prep(self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int,
-                     read_done: Event | None) -> tuple[tuple[StepRows, StepMetadata], int]:  # fmt: skip
+    def _launch_prep(
+        self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int, read_done: Event | None,
+        step_done: Event,
+    ) -> tuple[tuple[StepRows, StepMetadata], int]:  # fmt: skip
         """Launches the prep program: every read of a shared row happens in it, ahead of the step. Returns its outputs
-        and its launch id."""
+        and its launch id.
+
+        It has no end record. That its ticket names ``step_done`` matters if it fails: the step then never runs, and the
+        prep's handler gives up both records.
+        """
         runner = self.runner
         ticket = runner.channel.ticket(
-            write_done=write_done, marker=read_done, end=None, step_done=None, step_number=batch.step_number
+            write_done=write_done, marker=read_done, end=None, step_done=step_done, step_number=batch.step_number
         )
         key = self._prep_key(shape)
-        with runner.channel.dispatching(ticket, f"{runner.name} prep, {key.label}") as operand:
+        label = f"{runner.name} prep, {key.label}"
+        pass_fault("launch", "prep program")
+        with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label) as operand:
             private = self.preps.call(key, operand, runner.rows.arrays(), inputs)
         if not runner.has_marker:
             jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
             journal.collected(launch_of(ticket))
         return private, launch_of(ticket)
+
+    @staticmethod
+    def _span(label: str, batch: StepBatch, ticket: np.ndarray) -> Span:
+        """The host's span of a launch, with what the timeline says of its execution."""
+        dispatch = span("dispatch", step=batch.step_number)
+        if RECORDER.on:
+            dispatch.note(program=label, mode=batch.mode.name, batch=len(batch.owners), **ticket_facts(ticket))
+        return dispatch
 
     def _inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
         """The program shape of a batch and its private host inputs, padded to the bucket."""

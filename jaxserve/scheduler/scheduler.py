@@ -247,8 +247,13 @@ class Scheduler:
         """Dispatches a planned step, then fences every later row write behind its reads."""
         wants_logprobs = any(s.request.params.logprobs is not None for s in batch.owners)
         launch = self.worker.execute(batch, self.rows.publish(), wants_logprobs)
-        self._apply_war_barrier(launch)
-        self._retire(batch.owners)
+        try:
+            self._apply_war_barrier(launch)
+            self._retire(batch.owners)
+        except BaseException:
+            # Nobody will know of the launch. It reads the rows, which whoever recovers is about to write.
+            launch.settle(self.rows.timeout_s)
+            raise
         return launch
 
     def _apply_war_barrier(self, launch: Launch) -> None:

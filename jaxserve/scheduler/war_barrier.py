@@ -15,6 +15,7 @@ from jaxserve.barrier.shared_rows import SharedRows
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.timeline.recorder import span
 
 
 class OwnsLastSharedRead(Protocol):
@@ -63,17 +64,19 @@ class WarBarrier:
 
     def apply(self, launch: Launch) -> None:
         """Fences every row write issued from now on behind the reads of ``launch``."""
-        event = self._worker.last_shared_read_runner.take_shared_read_done_event()
-        fence = fence_for(
-            launch.read_ends, launch.batch.mode, force_coarse=self.force_coarse, disabled=self.disabled,
-            published=event is not None, coarse_reason=launch.coarse_reason,
-        )  # fmt: skip
-        if fence.kind == "fine":
-            assert event is not None
-            self._rows.wait(event, fence.kind)
-        elif fence.kind == "coarse":
-            self._rows.wait(launch.step_done, fence.kind)
-        self.counts[fence] += 1
+        with span("barrier", step=launch.batch.step_number) as applied:
+            event = self._worker.last_shared_read_runner.take_shared_read_done_event()
+            fence = fence_for(
+                launch.read_ends, launch.batch.mode, force_coarse=self.force_coarse, disabled=self.disabled,
+                published=event is not None, coarse_reason=launch.coarse_reason,
+            )  # fmt: skip
+            if fence.kind != "none":
+                awaited = launch.step_done if fence.kind == "coarse" else event
+                assert awaited is not None
+                self._rows.wait(awaited, fence.kind)
+                applied.note(ring=awaited.ring.name, generation=awaited.generation)
+            applied.note(kind=fence.kind, reason=fence.reason)
+            self.counts[fence] += 1
 
 
 def fence_for(

@@ -12,6 +12,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.engine_protocol import EngineLike
 from jaxserve.server.errors import GenerationFailed, NotServing
 from jaxserve.server.lifecycle import Lifecycle
+from jaxserve.timeline.recorder import note_first_token
 
 
 class Generation:
@@ -102,6 +103,8 @@ class Generation:
         """
         async with contextlib.aclosing(self._interleaved()) as interleaved:
             async for position, delta in interleaved:
+                if delta.token_ids:
+                    note_first_token()
                 self.completion_tokens += len(delta.token_ids)
                 choice = position * self._params.n + delta.index
                 if delta.finish_reason is not None:

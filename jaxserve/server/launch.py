@@ -44,6 +44,9 @@ class _Uvicorn(uvicorn.Server):
 class ServerProcess:
     """Runs one server; ``run`` returns the exit code.
 
+    Args:
+        at_end: called when the last request is over, however it came to that.
+
     Attributes:
         url: base URL, known as soon as the object exists: the constructor already listens.
 
@@ -56,12 +59,15 @@ class ServerProcess:
         load: Callable[[], EngineLike],
         settings: ServerSettings,
         on_ready: Callable[[EngineLike, str], None] | None = None,
+        at_end: Callable[[], None] = lambda: None,
     ):
         self._listener = listen(settings.host, settings.port)
         self.url = base_url(self._listener)
         self._load = load
         self._settings = settings
         self._on_ready = on_ready
+        self._at_end = at_end
+        self._watchdog: threading.Timer | None = None
         self._lifecycle = Lifecycle()
         self._loading = False
         self._signal: int | None = None
@@ -77,8 +83,24 @@ class ServerProcess:
         except BaseException:
             self._exit_if_loading(1)
             raise
+        finally:
+            self._end()
         self._exit_if_loading(code)
         return code
+
+    def _end(self) -> None:
+        """``at_end``, which may take longer than stopping may: requests are over."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._at_end()
+        if self._watchdog is not None:
+            self._watch(EXIT_SLACK_S)
+
+    def _watch(self, seconds: float) -> None:
+        """Ends the process if it is still there then."""
+        self._watchdog = threading.Timer(seconds, os._exit, (1,))
+        self._watchdog.daemon = True
+        self._watchdog.start()
 
     def stop(self) -> None:
         """Stops as a signal does; from any thread."""
@@ -187,9 +209,7 @@ class ServerProcess:
             self._signal = number
             name = signal.Signals(number).name
             print(f"{name}: stopping; send it again to stop at once", file=sys.stderr, flush=True)
-            watchdog = threading.Timer(self._settings.drain_timeout_s + EXIT_SLACK_S, os._exit, (1,))
-            watchdog.daemon = True
-            watchdog.start()
+            self._watch(self._settings.drain_timeout_s + EXIT_SLACK_S)
             stop.set()
 
         for number in STOP_SIGNALS:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.server.errors import error_response
 from jaxserve.server.metrics import HttpMetrics
+from jaxserve.timeline.recorder import RequestSpan
 
 # Written to logs and sent back, so nothing but plain characters.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -42,8 +43,10 @@ class Front:
             await send(message)
 
         self._metrics.open.inc()
+        span = RequestSpan(scope["method"], scope["path"], request_id)
         try:
-            await self._app(scope, receive, send_with_id)
+            with span:
+                await self._app(scope, receive, send_with_id)
         except (ClientDisconnect, ConnectionError):
             status = 499  # the client left; there is nobody to answer
         except Exception as error:
@@ -53,6 +56,7 @@ class Front:
             await response(scope, receive, send_with_id)
         finally:
             self._metrics.open.dec()
+            span.note(status=status)
             path = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.requests.labels(scope["method"], path, str(status)).inc()
 

@@ -7,7 +7,7 @@ import json
 import sys
 import urllib.request
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from fake_llm import FakeLLM, install
 from jaxserve.cli.answerers import RemoteAnswerer
 from jaxserve.cli.chat import talk
 from jaxserve.cli.main import main
+from jaxserve.cli.program_reports import graph_splits
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, JaxserveError, ModelLoadError
 
@@ -222,4 +223,89 @@ def test_collect_env_shows_versions_but_no_secrets(
     text = capsys.readouterr().out
     for fact in ("python: 3", "jax ", "flax ", "cpu: ", "devices: ", "XLA FFI API: 0.", "extension: "):
         assert fact in text
+    assert "attention backend: native\n" in text
+    assert "shared reads: EXTEND UNKNOWN (coarse:extend), DECODE IN_REPLAY (fine:marker), TARGET_VERIFY" in text
     assert "hush" not in text and "env JAXSERVE_API_KEY: (set, not shown)" in text and "env JAX_ENABLE_X64: 0" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--attention-backend", "planned"],
+            "EXTEND PRE_REPLAY (fine:pre_replay), DECODE PRE_REPLAY (fine:pre_replay)",
+        ),
+        (["--no-shared-read-marker"], "DECODE IN_REPLAY -> PRE_REPLAY (fine:pre_replay)"),
+        (["--force-coarse-war-barrier"], "DECODE IN_REPLAY (coarse:forced)"),
+        (["--disable-war-barrier", "--allow-unsafe"], "DECODE IN_REPLAY (none:disabled)"),
+        (["--attention-backend", "nobody's"], "unknown (ConfigError: unknown attention backend"),
+    ],
+)
+def test_collect_env_shows_the_fence_a_configuration_gets(
+    capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert main(["collect-env", *flags]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shared reads: ")]
+    assert said in line
+
+
+def test_collect_env_heeds_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("JAXSERVE_FORCE_COARSE_WAR_BARRIER", "1")
+    assert main(["collect-env"]) == 0
+    assert "(coarse:forced)" in capsys.readouterr().out
+
+
+REPORT = {"name": "step decode[batch=8,tokens=1,width=16]", "graphs": {"splits": ["jaxserve_snapshot", "gather"]}}
+
+
+def test_graph_splits_come_from_a_program_report(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    path.write_text(json.dumps(REPORT) + "\n" + json.dumps({"name": "prep", "graphs": None}) + "\n")
+    assert graph_splits(path) == {"step decode[batch=8,tokens=1,width=16]": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("a table\n", "not the output of check-programs --json"),
+        ('{"name": "step"}\n', "not the output of check-programs --json"),
+        ('{"name": "step", "graphs": null}\n', "names no program with CUDA graphs"),
+    ],
+)
+def test_a_program_report_that_is_none_is_refused_before_the_port_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str | None, said: str
+) -> None:
+    path = tmp_path / "report.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert main(["serve", "--port", "0", "--program-report", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and "--target h100" in captured.err and captured.out == ""
+
+
+def test_serve_hands_the_graph_splits_to_the_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch)
+    module = ModuleType("jaxserve.engine.async_engine")
+    taken: list[dict[str, int]] = []
+
+    class AsyncEngine:
+        metrics = SimpleNamespace(set_graph_splits=taken.append)
+
+        @classmethod
+        def from_config(cls, config: EngineConfig, progress: object) -> AsyncEngine:
+            return cls()
+
+    class ServerProcess:
+        url = "http://nowhere"
+
+        def __init__(self, load: Any, *others: object):
+            self.run = lambda: 0 if load() else 1
+
+    module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxserve.engine.async_engine", module)
+    monkeypatch.setattr("jaxserve.server.launch.ServerProcess", ServerProcess)
+    path = tmp_path / "report.jsonl"
+    path.write_text(json.dumps(REPORT) + "\n")
+    assert main(["serve", "--program-report", str(path)]) == 0
+    assert taken == [{REPORT["name"]: 2}]

@@ -239,9 +239,14 @@ def test_a_wait_for_a_staging_block_is_timed(tiny):
     engine.close()
 
 
-def test_graph_splits_are_absent_until_they_are_known(tiny):
+def test_graph_splits_are_absent_until_they_are_known(tiny, caplog):
     engine = make_engine(tiny)
     assert values(engine, "program_graph_splits", "program") == {}
-    engine.metrics.fences.graph_splits["step decode[batch=4]"] = 2
-    assert values(engine, "program_graph_splits", "program") == {("step decode[batch=4]",): 2}
+    decode = engine.parts.worker.step_runner.program_keys()[0][-1]
+    with caplog.at_level(logging.WARNING):
+        engine.metrics.set_graph_splits({f"step {decode.label}": 2, "step decode[batch=99]": 1})
+    assert values(engine, "program_graph_splits", "program") == {(f"step {decode.label}",): 2}
+    assert "this engine has no step decode[batch=99]" in caplog.text
+    engine.metrics.reset()
+    assert values(engine, "program_graph_splits", "program") == {(f"step {decode.label}",): 2}
     engine.close()

@@ -131,3 +131,15 @@ def test_metrics_hold_the_engines_and_the_servers(served: Served) -> None:
     with urllib.request.urlopen(served.url + "/metrics") as response:
         text = response.read().decode()
     assert "jaxserve:generation_tokens_total" in text and "jaxserve:http_requests_total" in text
+    assert 'jaxserve:fences_total{kind="fine",' in text and "jaxserve:row_writes_held_up_seconds_bucket{" in text
+    assert "jaxserve:program_graph_splits{" not in text  # not known on the CPU, which is not the same as 0
+
+
+def test_server_info_tells_the_fence_in_use(served: Served) -> None:
+    with urllib.request.urlopen(served.url + "/get_server_info") as response:
+        state = json.load(response)["state"]
+    assert state["shared_reads"] == {
+        "EXTEND": {"declared": "UNKNOWN", "resolved": "UNKNOWN", "fence": "coarse:extend"},
+        "DECODE": {"declared": "IN_REPLAY", "resolved": "IN_REPLAY", "fence": "fine:marker"},
+    }
+    assert state["graph_splits"] == "not known"

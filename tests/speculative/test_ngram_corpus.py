@@ -45,6 +45,7 @@ def test_only_new_tokens_are_counted_and_only_the_end_is_read(corpus):
     assert first_draft(corpus, 4) == 5
     assert corpus._trie.count(np.array([5], np.int32)) == 1
     assert corpus._trie.count(np.array([4], np.int32)) == 0
+    assert corpus._trie.count(np.array([1, 2, 3, 4, 5], np.int32)) == 1
     assert first_draft(corpus, *[-1] * 50, 3, 4, 5) == 6
 
 
@@ -116,7 +117,7 @@ class Gate:
 
 def test_propose_waits_for_what_is_queued_unless_told_otherwise(corpus):
     gate = corpus._trie = Gate(corpus._trie)
-    tokens = [1, 2, 3]
+    tokens = np.array([1, 2, 3], np.int32)
     corpus.insert_async(tokens, 3)
     assert gate.entered.wait(20)
     tokens[1] = 9  # the queue holds a copy

@@ -118,8 +118,9 @@ def test_prob_follows_the_most_probable_path():
 def test_drafts_equal_the_oracle(mode, vocab_size, max_breadth):
     rng = random.Random(f"{mode} {vocab_size} {max_breadth}")
     for _ in range(6):
-        shape = dict(max_depth=rng.randint(3, 7), max_match=2, min_breadth=rng.randint(1, max_breadth))
-        shape |= dict(max_breadth=max_breadth, mode=mode)
+        depth = rng.randint(2, 7)
+        shape = dict(max_depth=depth, max_match=rng.randint(1, depth - 1), mode=mode)
+        shape |= dict(min_breadth=rng.randint(1, max_breadth), max_breadth=max_breadth)
         grown, oracle = trie(**shape), NgramOracle(**shape)
         for _ in range(3):
             text = random_text(rng, rng.randint(1, 60), vocab_size)
@@ -237,6 +238,21 @@ def test_the_longest_ngrams_that_stay_are_the_last_seen():
     num_staying = sum(stays)
     assert 20 < num_staying < len(longest)
     assert stays == [True] * num_staying + [False] * (len(longest) - num_staying)
+
+
+def test_the_least_recently_used_goes_first():
+    small = trie(capacity=21)
+    for token in range(21):
+        small.load(ids(token))
+    order = list(range(21))
+    rng = random.Random(4)
+    for token in range(21, 200):
+        used = rng.choice(order)
+        order.remove(used)
+        small.load(ids(used))
+        small.load(ids(token))
+        order = [*order[1:], used, token]
+        assert [t for t in range(token + 1) if small.count(ids(t))] == sorted(order)
 
 
 def flood(grown, rng: random.Random, between) -> None:
