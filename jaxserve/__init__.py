@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxserve.core.sampling_params import SamplingParams as SamplingParams
     from jaxserve.engine.llm import LLM as LLM
     from jaxserve.models.registry import register_model as register_model
+    from jaxserve.speculative.registry import register_speculative_algorithm as register_speculative_algorithm
 
 # Loaded on first use: `jaxserve --help` must not wait for JAX.
 _PUBLIC = {
@@ -19,8 +20,11 @@ _PUBLIC = {
     "SamplingParams": "jaxserve.core.sampling_params",
     "register_attention_backend": "jaxserve.attention.registry",
     "register_model": "jaxserve.models.registry",
+    "register_speculative_algorithm": "jaxserve.speculative.registry",
 }
-__all__ = ["LLM", "SamplingParams", "register_attention_backend", "register_model"]
+__all__ = [
+    "LLM", "SamplingParams", "register_attention_backend", "register_model", "register_speculative_algorithm",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

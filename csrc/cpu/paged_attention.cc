@@ -318,10 +318,10 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 // No exception may cross XLA's C interface: memory for the partial results may be short.
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                            ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
-                           ffi::Buffer<ffi::S32> lengths, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer,
-                           float scale, int64_t window) {
+                           ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
+                           ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
   try {
-    return attend_all(pool, q, k_new, v_new, kv_pool, tables, lengths, out, layer, scale, window);
+    return attend_all(pool, q, k_new, v_new, kv_pool, tables, lengths, seen, depths, out, layer, scale, window);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxserve_paged_attention: ") + error.what());
   }

@@ -141,11 +141,14 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
 
 
 def read_drafts(
-    key: ProgramKey, rows: StepRows, tables: list[jax.Array], after: jax.Array
+    key: ProgramKey, rows: StepRows, tables: list[jax.Array], after: jax.Array, point: str
 ) -> tuple[jax.Array, jax.Array]:
     """Draft tokens and parents int32[B, Q - 1]: the step's own, or those in the shared rows once ``after`` is computed.
 
     In a chain the parents only say which entries are used.
+
+    Args:
+        point: hold point ahead of live reads.
     """
     assert key.drafts is not None
     num_drafts = key.shape.queries - 1
@@ -156,7 +159,7 @@ def read_drafts(
         tokens, parents = [table[rows.slots, :num_drafts] for table in tables[-2:]]
     else:
         # Tied to what comes before, or XLA would read everything at the start of the program.
-        slots = rows.slots + ops.hold("drafts.before_reads", after)
+        slots = rows.slots + ops.hold(point, after)
         no_ticket = jnp.zeros(TICKET_WORDS, jnp.uint32)
         _, (tokens, parents) = ops.snapshot(
             no_ticket, slots, tables[-2:], num_rows=slots.shape[0], widths=[num_drafts] * 2
@@ -214,7 +217,7 @@ def make_step_program(
         else:
             tokens = relay[rows.slots][:, None]  # [B, Q]
         if key.drafts is not None:
-            draft_tokens, parents = read_drafts(key, rows, tables, after=metadata.lengths)
+            draft_tokens, parents = read_drafts(key, rows, tables, metadata.lengths, "drafts.before_reads")
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
             if key.drafts.is_tree:
                 depths, seen = tree_geometry(parents)
@@ -246,7 +249,7 @@ def make_step_program(
         newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
-            draft_tokens, parents = read_drafts(key, rows, tables, after=target)
+            draft_tokens, parents = read_drafts(key, rows, tables, target, "drafts.before_acceptance")
             path, counts = accept(jnp.concatenate([tokens[:, :1], draft_tokens], 1), parents, target)
             flat = (jnp.arange(shape.batch)[:, None] * shape.queries + path).reshape(-1)
             sampled = Sampled(*(values[flat] for values in sampled))

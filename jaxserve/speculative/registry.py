@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from jaxserve.core.errors import ConfigError
@@ -14,6 +17,7 @@ _BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {NgramAlgorithm.name: NgramAl
 # Names users of other engines know; they must not come to mean something else.
 _RESERVED = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE", "DFLASH")
 _registered: dict[str, type[SpeculativeAlgorithm]] = {}
+_numbers = itertools.count(1)
 _OLD_GATE = "is_last_shared_read_phase"
 
 
@@ -45,6 +49,21 @@ def register_speculative_algorithm(name: str, algorithm: type[SpeculativeAlgorit
         missing = ", ".join(f"{method}()" for method in sorted(algorithm.__abstractmethods__))
         raise ConfigError(f"speculative algorithm {name!r} must define {missing}")
     _registered[key] = algorithm
+
+
+@contextlib.contextmanager
+def temporarily_registered(algorithm: type[SpeculativeAlgorithm]) -> Iterator[str]:
+    """Registers a class for as long as the context lives; yields the name it goes by.
+
+    Raises:
+        ConfigError: it is no algorithm.
+    """
+    name = f"{getattr(algorithm, '__name__', 'class').strip('_')}-{next(_numbers)}"
+    register_speculative_algorithm(name, algorithm)
+    try:
+        yield name
+    finally:
+        del _registered[name.upper()]
 
 
 def _load_entry_points() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from drafters import Prophet
 from harness import STALL_US, make_engine, run
-from poison import Poison
 
 from jaxserve.barrier.native import native_module
 from jaxserve.speculative.ngram import NgramWorker
+from jaxserve.testing.poison import Poison
 
 CONFIGURATIONS = {
     "native": {},
@@ -22,7 +22,11 @@ CONFIGURATIONS = {
     "xla, no marker": {"attention_backend": "xla", "shared_read_marker": False},
     "upload": {"shared_updates": "upload"},
 }
-DRAFT_STALL = {"drafts.before_reads": STALL_US, "snapshot.before_reads": STALL_US // 2}
+DRAFT_STALL = {
+    "drafts.before_acceptance": STALL_US,
+    "drafts.before_reads": STALL_US // 4,
+    "snapshot.before_reads": STALL_US // 2,
+}
 
 
 # Where drafts are read depends on the source of the other rows; the rest is tried with one algorithm.
@@ -64,7 +68,7 @@ def test_the_clear_is_what_keeps_live_drafts_right(prophets, tiny_model, right_t
     engine = make_engine(tiny_model, speculative_algorithm="LIVE-PROPHET", speculative_adaptive=False)
     Poison(engine, Prophet.future_of)
     points = native_module("cpu").hold_points
-    points.delay("drafts.before_reads", STALL_US)
+    points.delay("drafts.before_acceptance", STALL_US)
     try:
         assert any(run(engine, f"try{i}") != right_tokens for i in range(3))
     finally:

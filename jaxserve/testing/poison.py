@@ -26,11 +26,11 @@ class Poison:
 
     def __init__(self, engine: Engine, future: Callable[[list[int]], list[int]] | None = None):
         self._future = future
-        self._rows = engine.parts.rows
+        self._rows: Any = engine.parts.rows
         self._barrier: Any = engine.scheduler.barrier
         self._apply, self._publish = self._barrier.apply, self._rows.publish
         self._garbage = {name: self._made(name, engine) for name in self._rows.layout.shapes()}
-        self._barrier.apply = self._poisoned_apply
+        self._barrier.apply = self._poisoned_apply  # type: ignore[method-assign]
         self._rows.publish = self._restored_publish  # type: ignore[method-assign]
         self.num_poisoned = 0
 
