@@ -9,6 +9,7 @@ from jaxserve.bench.fence import WAYS
 from jaxserve.bench.machine import sentence
 from jaxserve.bench.table import median, spread, table
 
+MOST_LOAD = 0.75  # runnable threads per core at the start, behind which times mean little
 UNITS = ((1 << 20, "MB"), (1 << 10, "KB"))
 
 
@@ -20,18 +21,28 @@ def bytes_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def at_largest_batch(found: dict[str, Any]) -> str:
+    """A row per model and size, at the largest batch."""
+    return _compact_table(_at_largest_batch(found))
+
+
+def _at_largest_batch(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in found["cells"] if cell["batch"] == max(found["settings"]["batches"])]
+
+
 def headline(found: dict[str, Any]) -> str:
     """Four lines at the largest batch: quickest and slowest model, smallest and largest rows."""
-    cells = [cell for cell in found["cells"] if cell["batch"] == max(found["settings"]["batches"])]
+    cells = _at_largest_batch(found)
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     sizes = sorted({cell["shared_bytes"] for cell in cells})
-    rows = []
-    for model in dict.fromkeys((models[0], models[-1])):
-        for size in dict.fromkeys((sizes[0], sizes[-1])):
-            for cell in cells:
-                if (cell["model"], cell["shared_bytes"]) == (model, size):
-                    rows.append(_compact(cell))
-    return table("In short", _COMPACT, rows)
+    ends = [
+        cell
+        for model in dict.fromkeys((models[0], models[-1]))
+        for size in dict.fromkeys((sizes[0], sizes[-1]))
+        for cell in cells
+        if (cell["model"], cell["shared_bytes"]) == (model, size)
+    ]
+    return _compact_table(ends)
 
 
 _COMPACT = ("model", "batch", "shared rows", "upload, ms a step", "functional", "in place, coarse", "in place, fine",
@@ -44,16 +55,21 @@ def _compact(cell: dict[str, Any]) -> list[str]:
     return [
         cell["model"], str(cell["batch"]), bytes_text(cell["shared_bytes"]), f"{median(ways['upload']['step_ms']):.2f}",
         *(f"x {median(ways[way]['ratio']):.2f}" for way in ("functional", "coarse", "fine")),
-        *("-" if each is None else f"{median(each):.2f} ms" for each in held),
+        *("-" if each is None else _ms(median(each)) for each in held),
     ]  # fmt: skip
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f} ms" if value >= 0.1 else f"{value:.3f} ms"
+
+
+def _compact_table(cells: Sequence[dict[str, Any]]) -> str:
+    return table("Step time beside upload, and row writes held up", _COMPACT, [_compact(cell) for cell in cells])
 
 
 def summary(found: dict[str, Any]) -> str:
     """A row per combination: step time as a multiple of upload's, and how long row writes stood behind the fence."""
-    rows = [_compact(cell) for cell in found["cells"]]
-    return "\n".join(
-        [_above(found), table("Step time beside upload, and row writes held up", _COMPACT, rows), *_below(found)]
-    )
+    return busy_note(found) + "\n".join([above(found), _compact_table(found["cells"]), *_below(found)])
 
 
 def whole(found: dict[str, Any]) -> str:
@@ -72,7 +88,7 @@ def whole(found: dict[str, Any]) -> str:
             ])  # fmt: skip
     return "\n".join(
         [
-            _above(found),
+            above(found),
             headline(found),
             table("Four ways to update control rows, per decode step", head, rows),
             *_below(found),
@@ -80,13 +96,22 @@ def whole(found: dict[str, Any]) -> str:
     )
 
 
-def _above(found: dict[str, Any]) -> str:
+def above(found: dict[str, Any]) -> str:
+    """What was measured, where and how."""
     settings = found["settings"]
     return (
         f"{sentence(found['machine'])}\njax {found['machine']['jax']} on {found['machine']['platform']}, random "
         f"weights, pages of {settings['page_size']} tokens, {settings['max_tokens']} greedy tokens per sequence, "
         f"equal in all four ways; {settings['rounds']} rounds, the ways taking turns; {found['seconds']:.0f} s.\n"
     )
+
+
+def busy_note(found: dict[str, Any]) -> str:
+    """A warning if others used the machine when the bench began, else nothing. Ends in an empty line."""
+    load, cores = float(found["machine"]["load_at_start"]), found["machine"]["cores"]
+    if load <= MOST_LOAD * cores:
+        return ""
+    return f"Provisional: others used the machine (load {load:.1f} on {cores} cores). Measure again when quiet.\n\n"
 
 
 def _below(found: dict[str, Any]) -> Sequence[str]:

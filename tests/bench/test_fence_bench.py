@@ -91,6 +91,12 @@ def test_the_summary_has_a_row_per_combination(found):
     assert sum(line.startswith("| tiny") for line in lines) == len(found["cells"])
 
 
+@pytest.mark.parametrize(("load", "cores", "warned"), [("1.40", 2, False), ("1.60", 2, True), ("1.60", 16, False)])
+def test_a_busy_machine_is_said(found, load, cores, warned):
+    found = found | {"machine": found["machine"] | {"load_at_start": load, "cores": cores}}
+    assert fence_report.summary(found).startswith("Provisional: others used the machine (load 1.6") == warned
+
+
 @needs_matplotlib
 def test_the_picture_is_drawn(files):
     import matplotlib.image
@@ -239,7 +245,7 @@ def test_another_checkpoint_gives_its_sizes(monkeypatch, tmp_path, capsys):
 
 EMPTY = {
     "schema": 1, "cells": [], "left_out": [], "seconds": 0.0,
-    "machine": {"cpu": "", "cores": 1, "memory_gib": 1, "date": "", "python": "", "load_at_start": "", "jax": "",
+    "machine": {"cpu": "", "cores": 1, "memory_gib": 1, "date": "", "python": "", "load_at_start": "0.10", "jax": "",
                 "platform": "cpu"},
     "settings": {"batches": [1], "page_size": 16, "max_tokens": 8, "rounds": 1, "max_seconds": 1.0},
 }  # fmt: skip
