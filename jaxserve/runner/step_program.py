@@ -25,6 +25,8 @@ from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.sampler import Sampled, sample
 
+_HERE = "runner/step_program.py"  # where reads of rows by plain XLA operations are written
+
 
 class RowSource(Enum):
     """Where a step program gets its rows.
@@ -47,6 +49,7 @@ class ProgramKey:
     source: RowSource
     end_record: bool  # whether the program may hold the barrier's FFI operations; without them it records nothing
     hold_points: bool = False
+    noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
 
     @property
     def label(self) -> str:
@@ -89,15 +92,23 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
         row_ids: int32[>= B].
     """
     shape = key.shape
+    from_shared = row_ids is tables[0]
     columns = tables[1:]
     widths = [shape.table_width, 1, NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS]
     if key.source is RowSource.SNAPSHOT:
         slots, copies = ops.snapshot(ticket, row_ids, columns, num_rows=shape.batch, widths=widths)
     else:
         slots = row_ids.reshape(-1)[: shape.batch]
+        if key.noted:
+            slots = slots + ops.note(ticket, "begin", _HERE)
         if key.hold_points:
             slots = slots + ops.hold("copy.before_reads", ticket)
         copies = [table[slots, :width] for table, width in zip(columns, widths, strict=True)]
+        if key.noted:
+            noted = ops.note_reads(ticket, slots, columns, widths, _HERE, *copies)
+            if from_shared:
+                noted += ops.note_reads(ticket, jnp.zeros(1, jnp.int32), tables[:1], [shape.batch], _HERE, slots)
+            slots, copies = slots + noted, [copy + noted.astype(copy.dtype) for copy in copies]
     block_tables, lengths, floats, ints = copies
     return StepRows(slots, block_tables, lengths[:, 0], floats, ints)
 
@@ -142,7 +153,9 @@ def make_step_program(
             metadata = backend.prep(rows, shape, num_tokens)
         else:
             rows, metadata = private
-        live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record)
+            if key.noted:
+                rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+        live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record, used=set() if key.noted else None)
         context = AttentionStep(shape, metadata, pool, live, windows, num_tokens)
 
         tokens = relay[rows.slots][:, None] if mode is ForwardMode.DECODE else inputs.tokens  # [B, Q]
@@ -172,9 +185,16 @@ def make_step_program(
             relay_slots = rows.slots if mode is ForwardMode.DECODE else inputs.relay_slots
             relay = relay.at[relay_slots].set(sampled.tokens)
         pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=sampled.tokens[0])
+        results = [pool.data, relay, *sampled]
         end = jnp.zeros(1, jnp.uint32)
+        if key.noted:  # a backend that was given live rows may read them as late as XLA likes
+            for index, source in sorted(live.used or ()):
+                widths = [shape.table_width if index == 1 else 1]
+                results.append(ops.note_reads(ticket, rows.slots, [tables[index]], widths, source, *results))
         if key.end_record:
-            end = ops.record_end(ticket, pool.data, relay, *sampled)
+            end = ops.record_end(ticket, *results)
+        elif key.noted:
+            end = ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
         return StepOutputs(pool, relay, sampled, end)
 
     return step
