@@ -182,9 +182,11 @@ def test_the_fixture_fails_a_test_that_races(tmp_path):
         "def test_two_streams(race_check):\n"
         "    native = native_module('cpu')\n"
         "    table = native.SharedBuffer(2, 3, False, 'table')\n"
-        "    for stream in [native.Stream(1, 64, 9.0) for _ in range(2)]:\n"
+        "    streams = [native.Stream(1, 64, 9.0) for _ in range(2)]\n"
+        "    for stream in streams:\n"
         "        stream.write_rows(table, np.zeros(1, np.int32), np.zeros((1, 3), np.int32))\n"
-        "        stream.is_done() or __import__('time').sleep(0.5)\n"
+        "    for stream in streams:\n"
+        "        stream.sync()\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
