@@ -16,12 +16,12 @@ from jaxserve.timeline.recorder import span
 from jaxserve.timeline.trace import Recording
 
 
-def step_ms(llm: LLM, batch: int, tokens: int) -> float:
-    """Milliseconds per token of each sequence."""
+def step_ms(llm: LLM, batch: int, tokens: int) -> tuple[float, float]:
+    """(milliseconds, milliseconds of CPU time) per token of each sequence."""
     prompts = [[1 + (row + i) % 64 for i in range(8)] for row in range(batch)]
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     llm.generate(prompts, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True))
-    return (time.perf_counter() - start) / tokens * 1e3
+    return (time.perf_counter() - start) / tokens * 1e3, (time.process_time() - cpu) / tokens * 1e3
 
 
 def main() -> None:
@@ -35,24 +35,20 @@ def main() -> None:
     settings = {"max_running_requests": batch, "decode_batch_buckets": (batch,), "prefill_token_buckets": (8,)}
     with LLM(arguments.model, skip_warmup=True, context_length=8 + tokens, **settings) as llm:
         step_ms(llm, batch, tokens)
-        times: dict[str, list[float]] = {"off": [], "on": []}
-        entries = 0
+        times: dict[str, list[tuple[float, float]]] = {"off": [], "on": []}
         for number in range(arguments.rounds):
             for state in ("off", "on") if number % 2 else ("on", "off"):  # neither always goes first
                 recording = Recording().start() if state == "on" else None
                 times[state].append(step_ms(llm, batch, tokens))
                 if recording is not None:
-                    _, device = recording.records()
-                    entries = len(device.operations) // tokens
-    off, on = (statistics.median(times[state]) for state in ("off", "on"))
+                    recording.records()
     idle_ns = min(timeit.repeat(lambda: span("plan", step=1), number=100_000, repeat=7)) * 1e4
-    result = {
-        "model": arguments.model, "batch": batch, "step_ms_off": round(off, 4), "step_ms_on": round(on, 4),
-        "ratio": round(on / off, 4), "off_spread": [round(min(times["off"]), 4), round(max(times["off"]), 4)],
-        "on_spread": [round(min(times["on"]), 4), round(max(times["on"]), 4)],
-        "stream_operations_per_step": entries, "span_while_off_ns": round(idle_ns, 1),
-    }  # fmt: skip
-    print(json.dumps(result, indent=1))
+    result = {"model": arguments.model, "batch": batch, "span_while_off_ns": round(idle_ns, 1)}
+    for number, name in enumerate(("step_ms", "step_cpu_ms")):
+        for state, values in times.items():
+            each = sorted(value[number] for value in values)
+            result[f"{name}_{state}"] = {"median": statistics.median(each), "least": each[0], "most": each[-1]}
+    print(json.dumps(result, indent=1, default=float))
 
 
 if __name__ == "__main__":
