@@ -2,8 +2,8 @@
 
 Every token is drawn behind a context of its own, so it is sorted by its rank among the likeliest ones there, and
 compared with the probabilities of the ranks there. Summed over the draws, the counts vary no more than those of one
-distribution with the mean probabilities would (the mean of p * p is at least the square of the mean), so the test errs on
-the side of believing.
+distribution with the mean probabilities would (the mean of p * p is at least the square of the mean), so the test errs
+on the side of believing.
 """
 
 from __future__ import annotations
