@@ -137,7 +137,7 @@ def examine_lossless(
             is_plain = llm.engine.scheduler.speculation is None
             if draws.count and is_plain not in drawn:
                 drawn.add(is_plain)
-                report.distributions.append(draw(llm, name, prompts, draws, seed))
+                report.distributions.append(draw(llm, name, prompts, draws, seed + len(drawn)))
     return report
 
 
