@@ -58,9 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     if config.max_running_requests < arguments.batch:
         raise ConfigError(f"--batch {arguments.batch} needs --max-running-requests of at least as many")
 
+    import jax
+
     from jaxserve.timeline.plot_image import check_matplotlib  # imports no matplotlib yet
     from jaxserve.timeline.trace import check_output_path, check_trace_path
 
+    if jax.default_backend() != "cpu":
+        raise ConfigError(
+            "on a GPU neither the schedule stream nor executions are recorded yet; `serve --trace` records host and "
+            "HTTP, JAX_PLATFORMS=cpu runs this command on the CPU"
+        )
     plot = check_output_path(arguments.plot, "a plot", PLOT_SUFFIXES) if arguments.plot else None
     if plot is not None and plot.suffix != ".html":
         check_matplotlib()
@@ -80,8 +87,6 @@ def _trace(config: EngineConfig, arguments: argparse.Namespace, trace: Path | No
     fences = ("fine", "coarse") if arguments.fence == "both" else (arguments.fence,)
     say_loading(config)
     with LLM(**dataclasses.asdict(config)) as llm:
-        if llm.engine.parts.platform != "cpu":
-            raise ConfigError("`jaxserve trace` records the schedule stream and executions on the CPU only so far")
         name = llm.engine.model_name
         _record(llm, arguments.batch, arguments.steps, fences[0])  # compiles
         rounds = [
