@@ -141,7 +141,7 @@ def measure(sweep: Sweep, progress: Callable[[str], None] = lambda message: None
         progress(f"{time.monotonic() - start:4.0f} s: {message}")
 
     with contextlib.ExitStack() as stack:
-        engines = {way: stack.enter_context(_opened(sweep, WAYS[way])) for way in sweep.ways}
+        engines = {way: stack.enter_context(_opened(sweep, WAYS[way], say)) for way in sweep.ways}
         found["model"] = engines["plain"].model_name
         say(f"{found['model']} is ready, {len(engines)} times")
         for kind in sweep.kinds:
@@ -159,7 +159,9 @@ def measure(sweep: Sweep, progress: Callable[[str], None] = lambda message: None
 
 
 @contextlib.contextmanager
-def _opened(sweep: Sweep, settings: Mapping[str, Any]) -> Iterator[Engine]:
+def _opened(
+    sweep: Sweep, settings: Mapping[str, Any], progress: Callable[[str], None] = lambda message: None
+) -> Iterator[Engine]:
     context = LONGEST_PROMPT + sweep.max_tokens
     most = max(sweep.batches)
     base: dict[str, Any] = {
@@ -167,7 +169,7 @@ def _opened(sweep: Sweep, settings: Mapping[str, Any]) -> Iterator[Engine]:
         "decode_batch_buckets": sweep.batches, "chunked_prefill_size": 128, "prefill_token_buckets": (128,),
         "num_pages": most * ceil_div(context, EngineConfig.page_size) + 1,
     }  # fmt: skip
-    engine = Engine(EngineConfig(**{**base, **sweep.settings, **settings}))
+    engine = Engine(EngineConfig(**{**base, **sweep.settings, **settings}), progress)
     try:
         yield engine
     finally:

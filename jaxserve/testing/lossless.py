@@ -230,7 +230,7 @@ def draw(llm: LLM, way: str, prompts: Sequence[Any], draws: Draws, seed: int) ->
             params = SamplingParams(
                 temperature=draws.temperature, top_k=draws.top_k, seed=seed + SEED_STRIDE * number,
                 n=min(MAX_N, math.ceil(left / (len(prompts) * DRAW_TOKENS))), max_tokens=DRAW_TOKENS + 1,
-                ignore_eos=True, logprobs=MAX_LOGPROBS,
+                ignore_eos=True, logprobs=draws.top_k or MAX_LOGPROBS,
             )  # fmt: skip
             [output] = llm.generate([prompt], params)
             found += [token for one in output.outputs for token in _logprobs(one)[1:]]

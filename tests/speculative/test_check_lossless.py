@@ -67,9 +67,7 @@ def algorithms():
         }
 
 
-@pytest.mark.parametrize(
-    ("backend", "page_size"), [("native", 1), ("native", 16), ("xla", 4), ("xla-live", 16), ("planned", 1)]
-)
+@pytest.mark.parametrize(("backend", "page_size"), [("native", 1), ("xla", 16), ("xla-live", 4), ("planned", 16)])
 def test_every_algorithm_backend_and_page_size_is_lossless(config, algorithms, backend, page_size):
     settings = dataclasses.replace(config, attention_backend=backend, page_size=page_size)
     ways = {name: REFERENCE | settings for name, settings in algorithms.items()}
@@ -81,7 +79,8 @@ def test_every_algorithm_backend_and_page_size_is_lossless(config, algorithms, b
         assert each.num_tokens == 12 * len(PROMPTS) and not each.differences
         assert each.logprob_gap < 1e-4  # other programs, so other rounding
     for way in ways:
-        assert sum(c.num_accepted for c in report.comparisons if c.way == way) > 10
+        accepted = sum(c.num_accepted for c in report.comparisons if c.way == way)
+        assert accepted > (10 if way.startswith("NGRAM") else 3)
     assert report.notes == []
 
 
@@ -118,14 +117,10 @@ def accepts_anything(monkeypatch):
 
 def test_a_wrong_acceptance_is_named(config, algorithms, accepts_anything):
     uncached = dataclasses.replace(config, compilation_cache_dir="")
-    report = examine_lossless(uncached, PROMPTS[:2], max_tokens=12, ways={"NGRAM": algorithms["NGRAM"]})
-    first = next(d for c in report.comparisons if c.kind == "greedy" for d in c.differences)
-    assert first.wanted != first.got and not first.is_tie and first.margin > 0.02  # of TINY's greedy tokens
-    assert f"prompt {first.prompt}, token {first.position}: got {first.got}, plain decoding says {first.wanted}" in str(
-        report.violations
-    )
-    with pytest.raises(LosslessError, match="plain decoding says"):
-        check_lossless(uncached, PROMPTS[:1], max_tokens=12, ways={"NGRAM": algorithms["NGRAM"]})
+    with pytest.raises(
+        LosslessError, match=r"NGRAM, greedy, batch 2: prompt \d, token \d+: got \d+, plain decoding says"
+    ):
+        check_lossless(uncached, PROMPTS[:2], max_tokens=12, ways={"NGRAM": algorithms["NGRAM"]})
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +206,20 @@ def test_speculation_does_not_bend_the_distribution(markov, algorithm, draws, wa
         assert found.num_accepted / found.num_drafted == pytest.approx(0.5, abs=0.015)
 
 
-def test_a_bent_distribution_is_found(markov, accepts_anything):
+def test_a_bent_distribution_is_found(markov, monkeypatch):
+    """Too little noise, with and without speculation: the tokens are the same, only their distribution is wrong."""
+    from jaxserve.runner import sampler
+
+    right = sampler.gumbel_noise
+    monkeypatch.setattr(sampler, "gumbel_noise", lambda *arguments, vocab: 0.5 * right(*arguments, vocab=vocab))
     uncached = dataclasses.replace(markov, compilation_cache_dir="")
     with temporarily_registered(Favourite) as name:
         ways = {"bent": {"speculative_algorithm": name, "speculative_adaptive": False}}
-        report = examine_lossless(uncached, [[0, 1, 2]], max_tokens=2, draws=Draws(2000), ways=ways)
-    assert any("bent, sampled at temperature 1" in v and "chi-square" in v for v in report.violations)
+        report = examine_lossless(uncached, [[0, 1, 2]], max_tokens=2, draws=Draws(4000), ways=ways)
+    [violation] = report.violations
+    assert (
+        violation.startswith("bent, sampled at temperature 1, top_k 0: tokens by rank [") and "chi-square" in violation
+    )
 
 
 def draws_of(tokens, probabilities):
@@ -243,43 +246,36 @@ def test_the_statistic_written_out():
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-SIZES = ["--context-length", "64", "--max-running-requests", "2", "--chunked-prefill-size", "16",
-         "--decode-batch-buckets", "2", "--prefill-token-buckets", "16"]  # fmt: skip
+
+@pytest.fixture
+def command(tiny_model, config, algorithms, tmp_path, monkeypatch):
+    """The command on two prompts, with two ways instead of eight."""
+    from jaxserve.testing import lossless
+
+    monkeypatch.setattr(lossless, "ways_of", lambda config: {"plain": REFERENCE, "NGRAM": algorithms["NGRAM"]})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n\n" for text in ("abcabcabcabcabc", "The end of the")))
+    sizes = ["--context-length", "64", "--max-running-requests", "4", "--decode-batch-buckets", "4"]
+    sizes += ["--chunked-prefill-size", "16", "--prefill-token-buckets", "16", "--speculative-num-draft-tokens", "6"]
+    return ["check-lossless", str(tiny_model), "--prompts", str(prompts), "--max-tokens", "12", *sizes]
 
 
-def test_the_command_prints_a_row_per_way_and_batch(tiny_model, config, tmp_path, capsys):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("abcabcabcabc\n\nThe end of the\n")
-    command = [
-        "check-lossless",
-        str(tiny_model),
-        "--prompts",
-        str(prompts),
-        "--max-tokens",
-        "8",
-        "--draws",
-        "100",
-        *SIZES,
-    ]
-    assert main([*command, "--compilation-cache-dir", config.compilation_cache_dir]) == 0
+def test_the_command_prints_a_row_per_way_and_batch(command, config, capsys):
+    assert main([*command, "--draws", "100", "--compilation-cache-dir", config.compilation_cache_dir]) == 0
     out = capsys.readouterr().out
-    rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][1:]
-    ways = list(ways_of(EngineConfig(speculative_algorithm="NGRAM")))
-    assert rows == [way for way in ways for batch in (1, 2) if (way, batch) != ("plain", 1)]
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in out.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [
+        [way, batch, "equal", "equal"] for way, batch in (("plain", "2"), ("NGRAM", "1"), ("NGRAM", "2"))
+    ]
     assert "lossless: every token is that of plain decoding (ties below 0.0001 nats)" in out
     assert out.count("tokens drawn at temperature 1: chi-square") == 2
 
 
-def test_the_command_fails_when_something_differs(tiny_model, monkeypatch, capsys, algorithms, accepts_anything):
-    from jaxserve.testing import lossless
-
-    monkeypatch.setattr(lossless, "ways_of", lambda config: {"NGRAM": algorithms["NGRAM"]})
-    command = ["check-lossless", str(tiny_model), "--max-tokens", "8", "--draws", "0", "--json", *SIZES]
-    prompts = tiny_model / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "abcabcabcabc"}) + "\n")
-    assert main([*command, "--prompts", str(prompts), "--compilation-cache-dir", ""]) == 1
+def test_the_command_fails_when_something_differs(command, capsys, accepts_anything):
+    assert main([*command, "--draws", "0", "--json", "--compilation-cache-dir", ""]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["violations"] and found["comparisons"][0]["differences"][0]["is_tie"] is False
+    differences = [d for each in found["comparisons"] for d in each["differences"]]
+    assert found["violations"] and any(d["wanted"] != d["got"] and not d["is_tie"] for d in differences)
 
 
 @pytest.mark.parametrize(
