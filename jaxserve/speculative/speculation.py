@@ -42,6 +42,7 @@ class Speculation:
         self._num_ids = num_ids
         self._is_adaptive = is_adaptive
         self._records: dict[Sequence, Record] = {}
+        self._observed: set[Sequence] = set()  # their prompts, too
         self._sent: dict[Sequence, DraftTree] = {}  # of the step in flight
         self._floor_reported = False
 
@@ -80,7 +81,9 @@ class Speculation:
 
     def committed(self, sequence: Sequence, num_new: int) -> None:
         """The last ``num_new`` tokens of a sequence were committed."""
-        is_new = sequence not in self._records
+        # Not from the records: with overlap a step is planned, and a record made, before the first token is known.
+        is_new = sequence not in self._observed
+        self._observed.add(sequence)
         record = self._record(sequence)
         tree = self._sent.pop(sequence, None)
         if tree is not None and tree.tokens:
@@ -98,6 +101,7 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended."""
         self._records.pop(sequence, None)
+        self._observed.discard(sequence)
         self._sent.pop(sequence, None)
 
     def _record(self, sequence: Sequence) -> Record:
