@@ -92,7 +92,7 @@ function report(items, rate) {
 """,
 )
 _EDITS = (
-    "Rename balance to funds everywhere",
+    "Add a docstring to each method",
     "Rename separator to delimiter everywhere",
     "Rename cards to stack everywhere",
     "Rename sum to subtotal everywhere",
