@@ -154,6 +154,7 @@ class AsyncEngine:
             "platform": self._engine.parts.platform,
             "attention_backend": self._engine.parts.worker.model_runner.backend.name,
             "shared_reads": self._engine.fences_in_use(),
+            "speculation": self._engine.speculation_in_use(),
             "graph_splits": dict(self.metrics.graph_splits) or "not known",
             "fences": {f"{kind}:{reason}": n for (kind, reason), n in dict(scheduler.barrier.counts).items()},
         }

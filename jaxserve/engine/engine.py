@@ -8,9 +8,11 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, JaxserveError
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -23,7 +25,7 @@ from jaxserve.runner.launch import Launch
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
-from jaxserve.timeline.recorder import span
+from jaxserve.timeline.recorder import RECORDER, span
 
 log = logging.getLogger(__name__)
 SEED_MASK = 2**63 - 1
@@ -102,6 +104,8 @@ class Engine:
             batch = self.scheduler.plan()
             if batch is not None:
                 planning.note(step=batch.step_number, mode=batch.mode.name, batch=len(batch.owners))
+                if batch.mode is ForwardMode.TARGET_VERIFY:
+                    planning.note(drafted=batch.num_drafted)
         return batch
 
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
@@ -134,12 +138,16 @@ class Engine:
                 if output.finish_reason is not None:
                     continue  # a verified token behind the one that ended the output
                 deltas.append(output.push(committed))
-                self.metrics.committed(committed.sequence)
+                self.metrics.committed(committed)
                 if output.finish_reason is not None:
                     ended.append(committed.sequence)
             for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
                 self._finish(sequence)
             committing.note(finished=len(ended))
+            if RECORDER.on:
+                verified = [each for each in tokens if each.verified is not None]
+                if verified:
+                    committing.note(accepted=sum(each.is_draft for each in verified))
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason
@@ -226,7 +234,10 @@ class Engine:
         for index in range(request.params.n):
             sequence = Sequence(request, index, self._seed(request.params.seed, index), max_total,
                                 list(request.prompt_ids))  # fmt: skip
-            self._outputs[sequence] = OutputBuilder(sequence, self.tokenizer, self.model_config.eos_token_ids)
+            self._outputs[sequence] = OutputBuilder(
+                sequence, self.tokenizer, self.model_config.eos_token_ids,
+                speculative=self.scheduler.speculation is not None,
+            )  # fmt: skip
             self.scheduler.add(sequence)
             sequences.append(sequence)
         self._requests[request.request_id] = sequences
@@ -323,13 +334,34 @@ class Engine:
 
     def fences_in_use(self) -> dict[str, dict[str, str]]:
         """Per forward mode: where the backend declares that reads end, where they end, and the fence of such a step."""
-        runner, barrier = self.parts.worker.step_runner, self.scheduler.barrier
+        worker, barrier = self.parts.worker, self.scheduler.barrier
         found = {}
-        for mode in runner.buckets.modes():
-            declared, resolved = runner.read_ends(mode)
-            fence = fence_for(resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled)
+        for mode in worker.step_runner.buckets.modes():
+            declared, resolved = worker.step_runner.read_ends(mode)
+            cleared = worker.coarse_reason(mode)
+            fence = fence_for(
+                resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled,
+                published=None if cleared is None else False, coarse_reason=cleared,
+            )  # fmt: skip
             found[mode.name] = {"declared": declared.name, "resolved": resolved.name, "fence": ":".join(fence)}
         return found
+
+    def speculation_in_use(self) -> dict[str, Any] | None:
+        """Who drafts, how much and behind which fence, and how well since warm-up; None where speculation is off."""
+        speculation = self.scheduler.speculation
+        if speculation is None:
+            return None
+        figures = speculation.figures
+        return {
+            "algorithm": speculation.algorithm.name,
+            "num_draft_tokens": self.config.speculative_num_draft_tokens,
+            "adaptive": speculation.is_adaptive,
+            "fence": self.fences_in_use()[ForwardMode.TARGET_VERIFY.name]["fence"],
+            "num_accepted": figures.num_accepted,
+            "num_drafted": figures.num_drafted,
+            "num_rows": figures.num_rows,
+            "rate_per_position": figures.rate_per_position,
+        }
 
     def close(self) -> None:
         """Ends what is in flight and frees the fences; nothing can be served afterwards. Idempotent."""
