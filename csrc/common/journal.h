@@ -37,6 +37,7 @@ enum class JournalKind : uint32_t {
   kAbandon = 14,
   kOperand = 15,
   kSyncStream = 16,
+  kGiveUp = 17,
 };
 
 enum class StreamOperation : uint64_t { kCopy = 1, kWait = 2, kRecord = 3 };

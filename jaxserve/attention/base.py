@@ -6,6 +6,8 @@ once per execution and trusts the answer.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -59,7 +61,8 @@ class StepRows(NamedTuple):
     draft_parents: jax.Array | None = None
 
 
-class LiveRows(NamedTuple):
+@dataclass(frozen=True)
+class LiveRows:
     """The shared rows themselves, for backends that read while the program runs (and say so).
 
     Attributes:
@@ -67,12 +70,35 @@ class LiveRows(NamedTuple):
         block_tables: int32[slots + 1, W_max], shared.
         lengths: int32[slots + 1, 1], shared.
         ffi: whether the program may use the barrier's FFI operations.
+        used: in programs built for the race check, who asked for a shared array: {(index in ``RowLayout.shapes``,
+            ``file.py:line name``)}. Whoever was given one may read it until the program ends. None in other programs.
     """
 
     slots: jax.Array
-    block_tables: jax.Array
-    lengths: jax.Array
+    shared_block_tables: jax.Array
+    shared_lengths: jax.Array
     ffi: bool
+    used: set[tuple[int, str]] | None = None
+
+    @property
+    def block_tables(self) -> jax.Array:
+        self._note(1)
+        return self.shared_block_tables
+
+    @property
+    def lengths(self) -> jax.Array:
+        self._note(2)
+        return self.shared_lengths
+
+    def _note(self, index: int) -> None:
+        if self.used is not None:
+            caller = sys._getframe(2)
+            path = "/".join(caller.f_code.co_filename.split("/")[-2:])
+            self.used.add((index, f"{path}:{caller.f_lineno} {caller.f_code.co_name}"))
+
+    def replaced(self, block_tables: jax.Array, lengths: jax.Array) -> LiveRows:
+        """The same with other arrays in place of the shared ones."""
+        return dataclasses.replace(self, shared_block_tables=block_tables, shared_lengths=lengths)
 
 
 class StepMetadata(NamedTuple):

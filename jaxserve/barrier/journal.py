@@ -60,6 +60,7 @@ class Kind(IntEnum):
     ABANDON = 14  # the same
     OPERAND = 15  # it takes outputs of one more launch: subject=launch, a=that launch
     SYNC_STREAM = 16  # host saw the stream idle: subject=stream, a=number of the newest finished operation
+    GIVE_UP = 17  # nothing of a launch will be delivered: subject=launch
 
 
 class OperationType(IntEnum):
@@ -190,6 +191,12 @@ def collected(launch: int) -> None:
     """Journals that this thread has seen a launch end. Call it after the results were there."""
     if _on:
         _recorder().append(Kind.COLLECT, launch, 0, 0, 0)
+
+
+def gave_up(launch: int) -> None:
+    """Journals that nothing a launch computes will be delivered. Call it before its records are abandoned."""
+    if _on:
+        _recorder().append(Kind.GIVE_UP, launch, 0, 0, 0)
 
 
 def set_origin_here(own_file: str) -> None:

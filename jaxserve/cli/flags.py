@@ -141,6 +141,12 @@ FLAGS = (
     ),
     Flag("skip_warmup", "switch", "compile programs when first used instead of at start"),
     Flag("hold_points", "switch", "compile hold points into programs, for tests"),
+    Flag(
+        "race_check",
+        "switch",
+        "stop with a report at the first access to a shared row that nothing orders; slow, CPU only",
+        env="JAXSERVE_RACE_CHECK",
+    ),
 )
 
 

@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what check-programs --target h100 --json printed: /metrics then shows each program's graph splits",
     )
     http.add_argument("--access-log", action="store_true", help="log every request")
+    http.add_argument("--profile-dir", metavar="DIR", help="let POST /start_profile write timelines to this folder")
     add_trace_flag(parser)
     add_engine_flags(parser, positional_model=True)
 
@@ -86,6 +87,7 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         max_body_bytes=arguments.max_body_bytes,
         drain_timeout_s=arguments.drain_timeout,
         access_log=arguments.access_log,
+        profile_dir=arguments.profile_dir,
     )
 
 

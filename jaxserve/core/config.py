@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxserve.core.errors import ConfigError
@@ -14,6 +15,10 @@ SharedUpdates = Literal["shared", "upload", "functional"]
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _race_check_wanted() -> bool:
+    return os.environ.get("JAXSERVE_RACE_CHECK", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 @dataclass
@@ -61,6 +66,8 @@ class EngineConfig:
         compilation_cache_dir: persistent XLA cache; ``""`` disables it, None takes the default folder.
         skip_warmup: compile programs when first used instead of at start (for tests and one-shot commands).
         hold_points: compile hold points into programs so that tests can stall them.
+        race_check: check that every access to a shared row is ordered, after every step; slow, CPU only. The default is
+            what ``JAXSERVE_RACE_CHECK`` says.
     """
 
     model: str = "default"
@@ -103,6 +110,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
     skip_warmup: bool = False
     hold_points: bool = False
+    race_check: bool = field(default_factory=_race_check_wanted)
 
     def __post_init__(self) -> None:
         self._check_range("page_size", 1, 64)

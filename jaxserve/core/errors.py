@@ -6,6 +6,7 @@ JaxserveError
 ├── ModelLoadError       a checkpoint that is missing, damaged or not what its config says
 ├── CapacityError        the server is full; HTTP 429 or 503
 ├── FenceTimeout         a wait named a launch whose record never came
+├── RaceError            two accesses to a shared row that nothing orders (race check only)
 └── EngineDead           the step loop has stopped; nothing can be served any more
 """
 
@@ -54,6 +55,10 @@ class CapacityError(JaxserveError):
 
 class FenceTimeout(JaxserveError):
     """A wait ran out of time; the message gives the generation wanted and the generation found."""
+
+
+class RaceError(JaxserveError):
+    """The race check found two accesses to a shared row that nothing orders; the message names both."""
 
 
 class EngineDead(JaxserveError):

@@ -128,6 +128,8 @@ def assemble(
     platform = jax.default_backend()
     if platform != "cpu":
         check_cuda_settings(os.environ)
+    if config.race_check and platform != "cpu":
+        raise ConfigError(f"--race-check follows programs on the CPU only, and this is {platform}; turn it off")
     native_module(platform)  # a missing or unfit extension is found before anything slow
     path = resolve_model_path(config.model)
     checkpoint = open_checkpoint(path)

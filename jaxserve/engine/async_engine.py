@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import logging
 import queue
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest
+from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, RaceError
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
@@ -90,6 +91,9 @@ class AsyncEngine:
     Requests are checked on the caller's side, so a refusal costs the step loop nothing. Commands (add, abort) reach the
     thread through one queue, emptied before every step. With no work the thread sleeps on that queue: an idle server
     uses no CPU.
+
+    Attributes:
+        fatal: done, with the error, when the process should end and not only this engine: the race check's report.
     """
 
     def __init__(self, engine: Engine):
@@ -100,6 +104,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
         self._dead: str | None = None
+        self.fatal: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._draining = False
         self._thread = threading.Thread(target=self._run, name="jaxserve-step", daemon=True)
 
@@ -267,6 +272,8 @@ class AsyncEngine:
         except BaseException as error:
             log.exception("the step loop stopped")
             self._end_all(f"{type(error).__name__}: {error}")
+            if isinstance(error, RaceError):
+                self.fatal.set_exception(error)
         finally:
             self._end_all(None)  # what was accepted after the last command
             self._engine.close()

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from jaxserve.barrier import journal
+from jaxserve.barrier.race_check import RaceCheck
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, JaxserveError
 from jaxserve.core.forward_mode import ForwardMode
@@ -45,8 +47,12 @@ class Engine:
         self.config = config
         self.progress = progress
         self._late_compiles = 0
-        parts = assemble(config, progress, self._on_late_compile)
-        self.parts = parts
+        self._race_check = _start_race_check() if config.race_check else None
+        try:
+            self.parts = parts = assemble(config, progress, self._on_late_compile)
+        except BaseException:
+            self._end_race_check()
+            raise
         self.scheduler = parts.scheduler
         self.tokenizer = parts.checkpoint.tokenizer
         self.chat_template = parts.checkpoint.chat_template
@@ -74,6 +80,7 @@ class Engine:
 
         Raises:
             EngineDead: the engine is closed.
+            RaceError: the race check is on and found an access to a shared row that nothing orders.
         """
         self._refuse_if_closed()
         deltas, self._undelivered = self._undelivered, []  # filled as outputs advance: a failure loses none of them
@@ -97,6 +104,8 @@ class Engine:
             if not isinstance(error, Exception):  # an interrupt goes on, and the next step delivers
                 self._undelivered = deltas
                 raise
+        if self._race_check is not None:
+            self._race_check.check()
         return deltas
 
     def _plan(self) -> StepBatch[Sequence] | None:
@@ -281,6 +290,7 @@ class Engine:
         # waits for times out.
         deadline = time.monotonic() + self.config.fence_timeout_s
         for launch in self._in_flight:
+            journal.gave_up(launch.number)
             launch.settle(deadline - time.monotonic())
         self._in_flight.clear()
         runner.channel.abandon_all()
@@ -370,7 +380,18 @@ class Engine:
         self.parts.worker.close()
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.algorithm.close()
+        self._end_race_check()
+
+    def _end_race_check(self) -> None:
+        if self._race_check is not None:
+            self._race_check.close()
+            self._race_check = None
 
     def _refuse_if_closed(self) -> None:
         if self._closed:  # its launches would be fenced by nothing
             raise EngineDead("this engine is closed; make a new one")
+
+
+def _start_race_check() -> RaceCheck:
+    log.warning("the race check is on: every access to a shared row is checked after each step, which takes longer")
+    return RaceCheck()

@@ -41,6 +41,7 @@ class CompletionWatcher:
             try:
                 jax.block_until_ready(output)
             except Exception:  # the collector of the step raises it to whoever asked; here only waiters must not hang
+                journal.gave_up(launch)
                 for event in events:
                     event.abandon()
                 continue

@@ -27,6 +27,8 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.sampler import Sampled, sample
 from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geometry
 
+_HERE = "runner/step_program.py"  # where reads of rows by plain XLA operations are written
+
 
 class RowSource(Enum):
     """Where a step program gets its rows.
@@ -71,6 +73,7 @@ class ProgramKey:
     source: RowSource
     end_record: bool  # whether the program may hold the barrier's FFI operations; without them it records nothing
     hold_points: bool = False
+    noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
     drafts: DraftForm | None = None  # of TARGET_VERIFY
 
     @property
@@ -126,6 +129,7 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
         row_ids: int32[>= B].
     """
     shape = key.shape
+    from_shared = row_ids is tables[0]
     widths = [shape.table_width, 1, NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS]
     widths += [key.early_drafts] * 2 if key.early_drafts else []
     columns = tables[1 : 1 + len(widths)]
@@ -133,15 +137,22 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
         slots, copies = ops.snapshot(ticket, row_ids, columns, num_rows=shape.batch, widths=widths)
     else:
         slots = row_ids.reshape(-1)[: shape.batch]
+        if key.noted:
+            slots = slots + ops.note(ticket, "begin", _HERE)
         if key.hold_points:
             slots = slots + ops.hold("copy.before_reads", ticket)
         copies = [table[slots, :width] for table, width in zip(columns, widths, strict=True)]
+        if key.noted:
+            noted = ops.note_reads(ticket, slots, columns, widths, _HERE, *copies)
+            if from_shared:
+                noted += ops.note_reads(ticket, jnp.zeros(1, jnp.int32), tables[:1], [shape.batch], _HERE, slots)
+            slots, copies = slots + noted, [copy + noted.astype(copy.dtype) for copy in copies]
     block_tables, lengths, floats, ints, *drafts = copies
     return StepRows(slots, block_tables, lengths[:, 0], floats, ints, *drafts)
 
 
 def read_drafts(
-    key: ProgramKey, rows: StepRows, tables: list[jax.Array], after: jax.Array, point: str
+    key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.Array], after: jax.Array, point: str
 ) -> tuple[jax.Array, jax.Array]:
     """Draft tokens and parents int32[B, Q - 1]: the step's own, or those in the shared rows once ``after`` is computed.
 
@@ -151,22 +162,32 @@ def read_drafts(
         point: hold point ahead of live reads.
     """
     assert key.drafts is not None
-    num_drafts = key.shape.queries - 1
+    widths = [key.shape.queries - 1] * 2
     if key.drafts.rows is DraftRows.SNAPSHOT:
         tokens, parents = rows.draft_tokens, rows.draft_parents
         assert tokens is not None and parents is not None
-    elif not key.end_record:
-        tokens, parents = [table[rows.slots, :num_drafts] for table in tables[-2:]]
     else:
-        # Tied to what comes before, or XLA would read everything at the start of the program.
-        slots = rows.slots + ops.hold(point, after)
-        no_ticket = jnp.zeros(TICKET_WORDS, jnp.uint32)
-        _, (tokens, parents) = ops.snapshot(
-            no_ticket, slots, tables[-2:], num_rows=slots.shape[0], widths=[num_drafts] * 2
-        )
+        if key.end_record:
+            # Tied to what comes before, or XLA would read everything at the start of the program.
+            slots = rows.slots + ops.hold(point, after)
+            no_ticket = jnp.zeros(TICKET_WORDS, jnp.uint32)
+            _, (tokens, parents) = ops.snapshot(no_ticket, slots, tables[-2:], num_rows=slots.shape[0], widths=widths)
+        else:
+            tokens, parents = [table[rows.slots, : widths[0]] for table in tables[-2:]]
+        if key.noted:
+            noted = ops.note_reads(ticket, rows.slots, tables[-2:], widths, _HERE, tokens, parents, after)
+            tokens, parents = tokens + noted, parents + noted
     if not key.drafts.is_tree:
         parents = jnp.where(parents >= 0, chain_parents(*parents.shape), -1)
     return tokens, parents
+
+
+def emitted(sampled: Sampled, path: jax.Array, counts: jax.Array) -> tuple[Sampled, jax.Array]:
+    """Results along the accepted paths int32[B, Q], and the newest token int32[B] of each row."""
+    batch, queries = path.shape
+    flat = (jnp.arange(batch)[:, None] * queries + path).reshape(-1)
+    along = Sampled(*(values[flat] for values in sampled))
+    return along, jnp.take_along_axis(along.tokens.reshape(batch, queries), counts[:, None] - 1, 1)[:, 0]
 
 
 def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
@@ -209,7 +230,9 @@ def make_step_program(
             metadata = backend.prep(rows, shape, num_tokens)
         else:
             rows, metadata = private
-        live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record)
+            if key.noted:
+                rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+        live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record, used=set() if key.noted else None)
         tree = None
         positions = metadata.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)
         if mode is ForwardMode.EXTEND:
@@ -217,7 +240,7 @@ def make_step_program(
         else:
             tokens = relay[rows.slots][:, None]  # [B, Q]
         if key.drafts is not None:
-            draft_tokens, parents = read_drafts(key, rows, tables, metadata.lengths, "drafts.before_reads")
+            draft_tokens, parents = read_drafts(key, ticket, rows, tables, metadata.lengths, "drafts.before_reads")
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
             if key.drafts.is_tree:
                 depths, seen = tree_geometry(parents)
@@ -249,20 +272,25 @@ def make_step_program(
         newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
-            draft_tokens, parents = read_drafts(key, rows, tables, target, "drafts.before_acceptance")
+            draft_tokens, parents = read_drafts(key, ticket, rows, tables, target, "drafts.before_acceptance")
             path, counts = accept(jnp.concatenate([tokens[:, :1], draft_tokens], 1), parents, target)
-            flat = (jnp.arange(shape.batch)[:, None] * shape.queries + path).reshape(-1)
-            sampled = Sampled(*(values[flat] for values in sampled))
-            newest = jnp.take_along_axis(sampled.tokens.reshape(target.shape), counts[:, None] - 1, 1)[:, 0]
+            sampled, newest = emitted(sampled, path, counts)
             # Accepted tokens are packed on their way to the pool, so nothing has to be moved there.
             keys, values = [[along_path(x, path) for x in fresh] for fresh in (keys, values)]
             is_accepted = jnp.arange(shape.queries, dtype=jnp.int32) < counts[:, None]
             write_pages = jnp.where(is_accepted, write_pages, 0)
         relay = relay.at[inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots].set(newest)
         pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
+        results = [pool.data, relay, *sampled, *([] if counts is None else [counts])]
         end = jnp.zeros(1, jnp.uint32)
+        if key.noted:  # a backend that was given live rows may read them as late as XLA likes
+            for index, source in sorted(live.used or ()):
+                widths = [shape.table_width if index == 1 else 1]
+                results.append(ops.note_reads(ticket, rows.slots, [tables[index]], widths, source, *results))
         if key.end_record:
-            end = ops.record_end(ticket, pool.data, relay, *sampled, *([] if counts is None else [counts]))
+            end = ops.record_end(ticket, *results)
+        elif key.noted:
+            end = ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
         return StepOutputs(pool, relay, sampled, end, counts)
 
     return step

@@ -105,8 +105,9 @@ class StepRunner:
         return StepShape(mode, batch, queries, ceil_div(width_tokens, page_size), page_size)
 
     def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
+        config = self.runner.config
         return ProgramKey(
-            shape, source, end_record=self.runner.has_marker, hold_points=self.runner.config.hold_points,
+            shape, source, end_record=self.runner.has_marker, hold_points=config.hold_points, noted=config.race_check,
             drafts=self.drafts if shape.mode is ForwardMode.TARGET_VERIFY else None,
         )  # fmt: skip
 
@@ -152,12 +153,12 @@ class StepRunner:
         source = self._row_source(ends)
         step_done = runner.channel.reserve_step_done()
         read_done = None
+        private, after = None, [runner.newest_launch]
         try:
             if ends is not SharedReadEnds.UNKNOWN:
                 read_done = runner.channel.reserve_read_done()
             if not runner.has_marker:
                 self._await_writes(write_done)
-            private, after = None, [runner.newest_launch]
             if source is RowSource.PRIVATE:
                 private, prep = self._launch_prep(batch, shape, inputs, write_done, read_done, step_done)
                 after.append(prep)
@@ -184,6 +185,8 @@ class StepRunner:
         except BaseException:
             # Nobody may wait for records that will never come, nor meet this phase's event.
             runner.shared_read_done_event = None
+            for prep in after[1:]:
+                journal.gave_up(prep)
             for event in (read_done, step_done):
                 if event is not None:
                     event.abandon()
@@ -229,7 +232,13 @@ class StepRunner:
         with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label) as operand:
             private = self.preps.call(key, operand, runner.rows.arrays(), inputs)
         if not runner.has_marker:
-            jax.block_until_ready(private)  # nothing inside the program can say that its reads ended, so the host looks
+            try:
+                jax.block_until_ready(
+                    private
+                )  # nothing inside the program can say that its reads ended; the host looks
+            except BaseException:
+                journal.gave_up(launch_of(ticket))
+                raise
             journal.collected(launch_of(ticket))
         return private, launch_of(ticket)
 

@@ -20,6 +20,7 @@ from jaxserve.server.errors import handle_http, handle_known
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.middleware import ApiKey, Front
 from jaxserve.server.openapi import describe_bodies
+from jaxserve.server.profile_api import add_profiling
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.version import version
 
@@ -34,6 +35,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
     app.state.http_metrics = metrics.HttpMetrics()
     for api in (chat_api, completions_api, generate_api, models_api, tokens_api, health_api, metrics):
         app.include_router(api.router)
+    add_profiling(app, settings.profile_dir)
     app.add_exception_handler(JaxserveError, handle_known)
     app.add_exception_handler(HTTPException, handle_http)
     # added last = outermost; CORS is outside the key so that a page can read a 401

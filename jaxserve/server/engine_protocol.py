@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ class EngineLike(Protocol):
 
     model_name: str
     context_length: int
+    fatal: concurrent.futures.Future[None]  # done, with the error, when the process should end
 
     @property
     def tokenizer(self) -> TokenizerLike: ...

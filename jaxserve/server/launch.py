@@ -140,8 +140,11 @@ class ServerProcess:
                 self._lifecycle.serve_with(engine)
                 if self._on_ready is not None:
                     self._on_ready(engine, self.url)
-                either: set[asyncio.Future[Any]] = {stopping, serving}
+                fatal = asyncio.wrap_future(engine.fatal)
+                either: set[asyncio.Future[Any]] = {stopping, serving, fatal}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if fatal.done():
+                    fatal.result()  # raises
                 await self._drain(server)
                 return 0
             return 128 + (self._signal or 0)

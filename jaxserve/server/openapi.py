@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from jaxserve.server.chat_wire import ChatCompletionRequest
 from jaxserve.server.completion_wire import CompletionRequest
 from jaxserve.server.generate_api import GenerateRequest
+from jaxserve.server.profile_api import ProfileRequest
 from jaxserve.server.tokens_api import DetokenizeRequest, TokenizeRequest
 from jaxserve.server.wire import WireModel
 
@@ -20,7 +21,10 @@ BODIES: dict[str, type[WireModel]] = {
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/start_profile": ProfileRequest,
 }
+
+MAY_BE_EMPTY = ("/start_profile",)
 
 
 def describe_bodies(app: FastAPI) -> None:
@@ -34,7 +38,8 @@ def describe_bodies(app: FastAPI) -> None:
             schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
             for path, model in BODIES.items():
                 content = {"application/json": {"schema": refs[(model, "validation")]}}
-                schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+                required = path not in MAY_BE_EMPTY
+                schema["paths"][path]["post"]["requestBody"] = {"required": required, "content": content}
             app.openapi_schema = schema
         return app.openapi_schema
 

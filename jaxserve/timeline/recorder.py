@@ -70,13 +70,14 @@ class Recorder:
 
     Attributes:
         on: whether anything is recorded; the one thing looked at while it is not.
+        requests: HTTP requests so far, oldest first.
     """
 
     def __init__(self) -> None:
         self.on = False
         self._lock = threading.Lock()  # guards start and stop; appends need none
         self._spans: deque[HostSpan] = deque()
-        self._requests: deque[HttpSpan] = deque()
+        self.requests: deque[HttpSpan] = deque()
         self._counter = itertools.count()
 
     def start(self, capacity: int) -> None:
@@ -88,7 +89,7 @@ class Recorder:
         with self._lock:
             if self.on:
                 raise ConfigError("a timeline is being recorded already; stop it first")
-            self._spans, self._requests = deque(maxlen=capacity), deque(maxlen=capacity)
+            self._spans, self.requests = deque(maxlen=capacity), deque(maxlen=capacity)
             self._counter = itertools.count()
             self.on = True
 
@@ -96,9 +97,9 @@ class Recorder:
         """Records nothing more; returns what there is, in order of end (spans) and arrival (requests)."""
         with self._lock:
             self.on = False
-            spans, requests = list(self._spans), list(self._requests)
+            spans, requests = list(self._spans), list(self.requests)
             num_recorded = next(self._counter)
-            self._spans, self._requests = deque(), deque()
+            self._spans, self.requests = deque(), deque()
         return HostRecords(spans, requests, max(0, num_recorded - len(spans) - len(requests)))
 
     def add(self, span: HostSpan) -> None:
@@ -111,7 +112,7 @@ class Recorder:
         """A request that has just arrived; whoever opened it sets ``end_ns``."""
         request = HttpSpan(name, time.perf_counter_ns(), args)
         next(self._counter)
-        self._requests.append(request)
+        self.requests.append(request)
         return request
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -85,14 +86,15 @@ def _columns(views: Sequence[StepView]) -> list[_Column]:
 class _Row:
     def __init__(self, drawing: Drawing, view: StepView, y: float, columns: list[_Column]):
         self._shapes, self._view, self._y, self._columns = drawing.shapes, view, y, columns
+        self._labels: list[tuple[float, float, float]] = []  # left, right and baseline of the names of arrows
 
     def draw(self, last: bool) -> None:
         view, times = self._view, self._view.times
         kind, _, reason = view.fence.partition(":")
         heading = f"{kind.capitalize()} fence ({reason})"
         self._text(LEFT, self._y - 12, heading, 10, bold=True)
-        where = f"{_ms(times.execution - times.in_place)} ms before" if _while_it_runs(view) else "after"
-        fact = f"rows of N+1 in place {_ms(times.in_place)} ms into step N, {where} it ends"
+        fact = f"rows of N+1 in place after {_ms(times.in_place)} "
+        fact += f"of {_ms(times.execution)} ms" if _while_it_runs(view) else "ms, N had ended"
         self._text(LEFT + text_width(heading, 10, bold=True) + 10, self._y - 12, fact)
         self._text(self._columns[1].x, self._y - 12, "Hand-over", 10, bold=True)
         x = self._columns[1].x + text_width("Hand-over", 10, bold=True) + 10
@@ -202,24 +204,30 @@ class _Row:
     def _arrow(self, column: _Column, lane: int, from_ns: int, to_lane: int, to_ns: int, label: str, tone: str) -> None:
         if not column.shows(self._view, from_ns, to_ns + 1):
             return
-        down = to_lane > lane
-        y = (
-            self._lane_y(lane) + (LANE_HEIGHT + BAR_HEIGHT) / 2
-            if down
-            else self._lane_y(lane) + (LANE_HEIGHT - BAR_HEIGHT) / 2
-        )
-        to_y = self._lane_y(to_lane) + ((LANE_HEIGHT - BAR_HEIGHT) / 2 if down else (LANE_HEIGHT + BAR_HEIGHT) / 2)
+        inset = (LANE_HEIGHT - BAR_HEIGHT) / 2
+        y = self._lane_y(lane) + (LANE_HEIGHT - inset if to_lane > lane else inset)
+        to_y = self._lane_y(to_lane) + (inset if to_lane > lane else LANE_HEIGHT - inset)
         x, to_x = column.at(self._view, from_ns), column.at(self._view, to_ns)
         self._shapes.append(Line(x, y, to_x, to_y, tone, arrow=True, tip=f"{label}: {(to_ns - from_ns) / 1e3:.1f} µs"))
+        self._label(column, min(x, to_x), max(x, to_x), self._lane_y(min(lane, to_lane)) + LANE_HEIGHT, label, tone)
+
+    def _label(self, column: _Column, left: float, right: float, top: float, label: str, tone: str) -> None:
+        """Names an arrow that spans ``left`` .. ``right`` in the gap below ``top``, where there is room; else hovering
+        must do."""
+        width = text_width(label, 8)
         # Labels of waits stand near the stream, those of writes near the execution, so that they miss each other.
-        width, end, top = text_width(label, 8), column.x + column.width, self._lane_y(min(lane, to_lane)) + LANE_HEIGHT
-        if tone == "war":
-            left, right = min(x, to_x) - 4 - width, max(x, to_x) + 4
-            narrow = column is self._columns[1]  # there the other arrow leaves to the right
-            chosen = left if right + width > end or (narrow and left > column.x) else right
-            self._text(chosen, top + 8, label, 8, tone=tone, halo=True)
-        elif to_x - x > width / 2:
-            self._text(x + (to_x - x) * 0.6 - width, top + LANE_GAP - 2, label, 8, tone=tone, halo=True)
+        first, second = (top + 8, top + LANE_GAP - 2) if tone == "war" else (top + LANE_GAP - 2, top + 8)
+        beside = [right + 4, left - 4 - width]
+        if column is self._columns[1] and tone == "war":  # there the other arrow leaves to the right
+            beside.reverse()
+        within = [left + (right - left) * 0.6 - width] if right - left > width / 2 else []
+        for x, y in itertools.product([*within, *beside] if tone == "ink" else [*beside, *within], (first, second)):
+            box = (x - 2, x + width + 2, y)
+            free = all(box[1] <= other[0] or other[1] <= box[0] or y != other[2] for other in self._labels)
+            if column.x <= x and x + width <= column.x + column.width and free:
+                self._labels.append(box)
+                self._text(x, y, label, 8, tone=tone, halo=True)
+                return
 
     def _axis(self, column: _Column, labelled: bool) -> None:
         bottom = self._y + ROW_HEIGHT

@@ -76,7 +76,7 @@ def median_step(host: HostRecords, device: DeviceRecords) -> StepView:
     Raises:
         JaxserveError: the recording holds no decode step with one before and one after it, all seen from begin to end.
     """
-    views = _complete_steps(host, device)
+    views = complete_steps(host, device)
     largest = max((view.batch for view in views), default=0)
     views = [view for view in views if view.batch == largest]  # sequences come and go at the ends of a run
     if len(views) > 2 * SKIPPED_STEPS:
@@ -102,7 +102,8 @@ def _distance(times: StepTimes, medians: StepTimes) -> float:
     return sum(abs(value - median) / max(abs(median), 1) for value, median in pairs)
 
 
-def _complete_steps(host: HostRecords, device: DeviceRecords) -> list[StepView]:
+def complete_steps(host: HostRecords, device: DeviceRecords) -> list[StepView]:
+    """Every decode step with one before and one after it, all seen from begin to end."""
     facts = {s.args.get("launch"): s.args for s in host.spans if s.name == "dispatch"}
     fences = fences_by_ticket(host.spans)
     steps = steps_of_operations(device)

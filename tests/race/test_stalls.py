@@ -1,10 +1,15 @@
-"""Tokens stay right wherever a step is held: every backend, fence and schedule, under every stall."""
+"""Tokens stay right wherever a step is held: every backend, fence and schedule, under every stall.
+
+The race check looks on. These are the programs that serve, without its notes, so it does not see what plain XLA code
+reads; test_race_check.py runs those configurations with notes.
+"""
 
 from __future__ import annotations
 
 import pytest
 from harness import STALLS, make_engine, run, stalled
 
+from jaxserve.barrier.race_check import RaceCheck
 from jaxserve.engine.engine import Engine
 
 CONFIGURATIONS = {
@@ -29,17 +34,26 @@ CONFIGURATIONS = {
 }
 
 
+@pytest.fixture(scope="module")
+def check():
+    following = RaceCheck()
+    yield following
+    following.check()
+    following.close()
+
+
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids=str)
-def engine(request, tiny_model):
-    built = make_engine(tiny_model, **CONFIGURATIONS[request.param])
+def engine(request, check, tiny_model):
+    built = make_engine(tiny_model, race_check=False, **CONFIGURATIONS[request.param])
     yield built
     built.close()
 
 
-def test_tokens_equal_the_oracle_under_every_stall(engine: Engine, right_tokens):
+def test_tokens_equal_the_oracle_under_every_stall(engine: Engine, check: RaceCheck, right_tokens):
     for stall in STALLS:
         with stalled(stall):
             assert run(engine, stall) == right_tokens, f"wrong tokens under stall {stall!r}"
+        check.check()
 
 
 def test_a_stall_is_really_passed(engine: Engine):

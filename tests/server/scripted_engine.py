@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 from collections.abc import AsyncIterator
@@ -75,6 +76,7 @@ class ScriptedEngine:
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.chat_template = None
+        self.fatal: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.config = SimpleNamespace(served_model_name=self.served_model_name, model="default")
         self.running: dict[str, asyncio.Event] = {}
         registry = CollectorRegistry()

@@ -75,7 +75,9 @@ def test_requests_that_overlap_get_lanes_of_their_own(recording: None) -> None:
             begun.set()
             await end.wait()
             note_first_token()
+            first_ns = [r.first_token_ns for r in RECORDER.requests if r.name == f"POST {name}"]
             note_first_token()
+            assert first_ns == [r.first_token_ns for r in RECORDER.requests if r.name == f"POST {name}"]
             http.note(status=200)
 
     async def overlap() -> None:

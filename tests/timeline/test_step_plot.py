@@ -19,7 +19,7 @@ from jaxserve.timeline.drawing import STYLES, Drawing, Rect, Text, nice_step, te
 from jaxserve.timeline.plot_html import render_html
 from jaxserve.timeline.plot_image import render_image
 from jaxserve.timeline.step_drawing import draw_steps
-from jaxserve.timeline.step_view import StepView, median_step
+from jaxserve.timeline.step_view import SKIPPED_STEPS, StepView, complete_steps, median_step
 
 
 @pytest.fixture
@@ -29,16 +29,33 @@ def views(recorded: Any) -> list[StepView]:
     return [median_step(run.host, run.device) for run in runs]
 
 
-@pytest.fixture
-def drawing(views: list[StepView]) -> Drawing:
-    return draw_steps(views, "a subtitle")
+@pytest.fixture(params=["long steps", "short steps", "fine", "coarse"])
+def drawing(request: pytest.FixtureRequest, views: list[StepView], recorded: Any) -> Drawing:
+    runs = [recorded(num_tokens=20), recorded(num_tokens=20, force_coarse_war_barrier=True)]
+    chosen = {"long steps": views, "short steps": [median_step(run.host, run.device) for run in runs],
+              "fine": views[:1], "coarse": views[1:]}  # fmt: skip
+    return draw_steps(chosen[request.param], "a subtitle")
 
 
 def test_the_chosen_step_is_a_typical_one(views: list[StepView]) -> None:
     for view, fence in zip(views, ("fine:marker", "coarse:forced"), strict=True):
-        assert view.fence == fence and view.num_steps >= 3 and view.medians is not None
+        assert view.fence == fence and view.num_steps >= 3
         assert view.before.step + 1 == view.step.step == view.after.step - 1
-        assert 0.5 < view.times.period / view.medians.period < 2
+
+
+def test_no_other_step_is_nearer_to_the_medians(recorded: Any) -> None:
+    run = recorded(num_tokens=20)
+    chosen, others = median_step(run.host, run.device), complete_steps(run.host, run.device)[SKIPPED_STEPS:-1]
+    medians = chosen.medians
+    assert medians is not None and chosen.num_steps == len(others) > 8
+    assert medians.period == statistics.median_low([v.times.period for v in others]) or len(others) % 2 == 0
+
+    def distance(view: StepView) -> float:
+        pairs = zip(dataclasses.astuple(view.times), dataclasses.astuple(medians), strict=True)
+        period, execution, _, _, in_place, gap = (abs(value - median) / median for value, median in pairs)
+        return period + execution + in_place + gap
+
+    assert distance(chosen) == pytest.approx(min(distance(view) for view in others))
 
 
 def test_rows_are_in_place_during_a_step_or_after_it(views: list[StepView]) -> None:
@@ -65,11 +82,11 @@ def test_a_recording_without_complete_steps_is_refused(recorded: Any) -> None:
         median_step(run.host, run.device)
 
 
-def test_the_title_says_the_finding(views: list[StepView], drawing: Drawing) -> None:
+def test_the_title_says_the_finding(views: list[StepView]) -> None:
     assert re.fullmatch(
         r"Rows of the next step are in place [\d.]+ ms into a step \(fine fence\), "
         r"or after it has ended, at [\d.]+ ms \(coarse fence\)",
-        drawing.title,
+        draw_steps(views, "").title,
     )
     alone = draw_steps(views[1:], "").title
     assert alone == "Rows of the next step are in place only after a step has ended (coarse fence)"
@@ -88,7 +105,7 @@ def boxes(drawing: Drawing) -> list[tuple[Text, float, float]]:
 
 def test_texts_lie_on_the_canvas_and_not_on_each_other(drawing: Drawing) -> None:
     texts = boxes(drawing)
-    assert len(texts) > 25
+    assert len(texts) > 20
     for text, left, right in texts:
         assert left >= 0 and right <= drawing.width and text.size <= text.y <= drawing.height, text
     for i, (text, left, right) in enumerate(texts):
@@ -97,10 +114,18 @@ def test_texts_lie_on_the_canvas_and_not_on_each_other(drawing: Drawing) -> None
             assert apart or right <= other_left + 1 or other_right <= left + 1, (text, other)
 
 
+def test_labels_of_arrows_stay_in_their_column(drawing: Drawing) -> None:
+    lanes = [shape for shape in drawing.shapes if isinstance(shape, Rect) and shape.style == "lane"]
+    labels = [box for box in boxes(drawing) if box[0].halo]
+    assert "write_done(N+1)" in {label.text for label, _, _ in labels}
+    for label, left, right in labels:
+        assert any(lane.x <= left and right <= lane.x + lane.width for lane in lanes), label
+
+
 def test_bars_lie_on_lanes_and_every_kind_is_in_the_legend(drawing: Drawing) -> None:
     rects = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
     lanes = [rect for rect in rects if rect.style == "lane"]
-    assert len(lanes) == 12
+    assert len(lanes) in (6, 12)
     bars = [rect for rect in rects if rect.tip]
     for bar in bars:
         assert any(
@@ -127,7 +152,7 @@ def test_the_page_needs_nothing_else(drawing: Drawing, tmp_path: Path) -> None:
     names = {"svg": "http://www.w3.org/2000/svg"}
     tips = [title.text or "" for title in root.iterfind(".//svg:title", names)]
     assert any(re.match(r"row writes held up [\d.]+ ms", tip) for tip in tips)
-    assert any(re.match(r"wait target.read_done \d+: [\d.]+ ms", tip) for tip in tips)
+    assert any(re.match(r"wait target.(read|step)_done \d+: [\d.]+ ms", tip) for tip in tips)
     assert {text.text for text in root.iterfind(".//svg:text", names)} >= {"host", "schedule stream", "execution"}
     classes = {(shape.get("class") or "").split(" ")[0] for shape in root.iterfind(".//svg:rect", names)}
     assert {f".{name} {{" in page for name in classes if not name.startswith("ground-")} == {True}
