@@ -72,7 +72,7 @@ def _print_all(llm: Any, prompts: list[str], params: SamplingParams, arguments: 
                 line = {"prompt": prompt, "index": one.index, "text": one.text, "token_ids": list(one.token_ids)}
                 line |= {"finish_reason": one.finish_reason, "prompt_tokens": len(output.prompt_token_ids)}
                 if one.speculation is not None:
-                    line |= {"speculation": dataclasses.asdict(one.speculation)}
+                    line["speculation"] = one.speculation.as_dict()
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
                 print(f"--- {prompt!r}\n{one.text}", flush=True)

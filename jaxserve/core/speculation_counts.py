@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class SpeculationCounts:
         """Tokens a verified row gave the output on average, the target model's own included; 0 before the first."""
         num_rows = self.num_rows
         return self.num_emitted / num_rows if num_rows else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "num_rows": self.num_rows,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "num_emitted": self.num_emitted,
+            "rows_by_accepted": list(self.rows_by_accepted),
+            "mean_accepted_length": self.mean_accepted_length,
+        }
 
     def with_row(self, num_drafted: int, num_accepted: int, num_emitted: int) -> SpeculationCounts:
         """These counts and one more row."""

@@ -8,7 +8,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 from jaxserve.barrier import journal
 from jaxserve.barrier.race_check import RaceCheck
@@ -114,7 +113,7 @@ class Engine:
             if batch is not None:
                 planning.note(step=batch.step_number, mode=batch.mode.name, batch=len(batch.owners))
                 if batch.mode is ForwardMode.TARGET_VERIFY:
-                    planning.note(drafted=batch.num_drafted)
+                    planning.note(tokens_per_row=batch.queries, drafted=batch.num_drafted)
         return batch
 
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
@@ -355,23 +354,6 @@ class Engine:
             )  # fmt: skip
             found[mode.name] = {"declared": declared.name, "resolved": resolved.name, "fence": ":".join(fence)}
         return found
-
-    def speculation_in_use(self) -> dict[str, Any] | None:
-        """Who drafts, how much and behind which fence, and how well since warm-up; None where speculation is off."""
-        speculation = self.scheduler.speculation
-        if speculation is None:
-            return None
-        figures = speculation.figures
-        return {
-            "algorithm": speculation.algorithm.name,
-            "num_draft_tokens": self.config.speculative_num_draft_tokens,
-            "adaptive": speculation.is_adaptive,
-            "fence": self.fences_in_use()[ForwardMode.TARGET_VERIFY.name]["fence"],
-            "num_accepted": figures.num_accepted,
-            "num_drafted": figures.num_drafted,
-            "num_rows": figures.num_rows,
-            "rate_per_position": figures.rate_per_position,
-        }
 
     def close(self) -> None:
         """Ends what is in flight and frees the fences; nothing can be served afterwards. Idempotent."""

@@ -1,13 +1,18 @@
-"""How well drafts do, for ``/metrics``. Read where it is counted, when ``/metrics`` is asked."""
+"""How well drafts do, for ``/metrics`` and ``/get_server_info``. Read where it is counted, when it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.speculative.speculation import Speculation
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
 
 
 class SpeculationMetrics(Collector):
@@ -53,3 +58,21 @@ class SpeculationMetrics(Collector):
         for position, count in enumerate(counts):
             family.add_metric([*self._values, str(position)], count)
         return family
+
+
+def speculation_in_use(engine: Engine) -> dict[str, Any] | None:
+    """Who drafts, how much and behind which fence, and how well since warm-up; None where speculation is off."""
+    speculation = engine.scheduler.speculation
+    if speculation is None:
+        return None
+    figures = speculation.figures
+    return {
+        "algorithm": speculation.algorithm.name,
+        "num_draft_tokens": engine.config.speculative_num_draft_tokens,
+        "adaptive": speculation.is_adaptive,
+        "fence": engine.fences_in_use()[ForwardMode.TARGET_VERIFY.name]["fence"],
+        "num_accepted": figures.num_accepted,
+        "num_drafted": figures.num_drafted,
+        "num_rows": figures.num_rows,
+        "rate_per_position": figures.rate_per_position,
+    }

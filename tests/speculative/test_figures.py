@@ -17,11 +17,14 @@ from oracle import greedy_full_recompute
 from jaxserve.core.request import CompletionOutput, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
+from jaxserve.engine.llm import LLM
+from jaxserve.engine.speculation_metrics import speculation_in_use
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.weights import load_model
 from jaxserve.speculative import watch
 from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
 from jaxserve.speculative.figures import RECENT_ROWS, SpeculationFigures, VerifiedRow
+from jaxserve.speculative.pacing import StepTimes
 from jaxserve.speculative.registry import temporarily_registered
 from jaxserve.speculative.watch import AcceptanceWatch
 
@@ -198,7 +201,7 @@ def test_metrics_agree_with_what_clients_are_told(tiny_model, prophets):
     assert all(held[position] <= reached[position] <= counts.num_rows for position in held)
     assert values(engine, "spec_accept_rate")[()] == pytest.approx(counts.acceptance_rate)
     assert values(engine, "spec_accept_length")[()] == pytest.approx(counts.mean_accepted_length)
-    said = engine.speculation_in_use()
+    said = speculation_in_use(engine)
     assert said["algorithm"] == "TREE-PROPHET" and said["num_draft_tokens"] == 8 and said["adaptive"] is False
     assert said["fence"] == "coarse:ngram" and said["num_accepted"] == counts.num_accepted
     engine.metrics.reset()
@@ -206,9 +209,19 @@ def test_metrics_agree_with_what_clients_are_told(tiny_model, prophets):
     engine.close()
 
 
+def test_generate_tells_of_every_output(tiny_model, prophets):
+    settings = harness.SETTINGS | {"compilation_cache_dir": _cache.name, "speculative_adaptive": False}
+    (prompt, num_tokens), *_ = workload()
+    with LLM(str(tiny_model), **settings, speculative_algorithm="TREE-PROPHET") as llm:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, n=2)
+        (output,) = llm.generate(prompt, params)
+    one, other = (each.speculation for each in output.outputs)
+    assert one.num_accepted > 0 and other.num_accepted > 0 and output.speculation == one + other
+
+
 def test_nothing_is_told_without_speculation(tiny_model):
     engine = make_engine(tiny_model)
-    assert serve(engine, PROMPT, max_tokens=4).speculation is None and engine.speculation_in_use() is None
+    assert serve(engine, PROMPT, max_tokens=4).speculation is None and speculation_in_use(engine) is None
     assert not any("spec" in family.name for family in engine.metrics.registry.collect())
     engine.close()
 
@@ -218,7 +231,7 @@ def test_the_fence_that_is_told_is_the_fence_that_is_applied(tiny_model, prophet
         engine = make_engine(tiny_model, speculative_algorithm=algorithm, speculative_adaptive=False)
         before = engine.scheduler.barrier.counts.copy()
         run(engine)
-        told = tuple(engine.speculation_in_use()["fence"].split(":"))
+        told = tuple(speculation_in_use(engine)["fence"].split(":"))
         verify = values(engine, "steps_total", "mode")["verify",]
         plain = values(engine, "steps_total", "mode").get(("decode",), 0)
         same = told == ("fine", "marker")  # plain decode steps get that one, too
@@ -263,6 +276,8 @@ def test_idle_speculation_is_told_once(caplog):
 @pytest.mark.parametrize("adaptive", [True, False])
 def test_a_wrong_draft_is_noticed_whatever_the_pace(adaptive, tiny_model, prophets, caplog, monkeypatch):
     monkeypatch.setattr(watch, "MEMORY", 60.0)
+    if adaptive:  # verifying is made to seem dear, so that not one draft is sent
+        monkeypatch.setattr(StepTimes, "cost", lambda self, queries, batch: 1.0 if queries == 1 else 10.0)
     with temporarily_registered(Wrong) as name:
         engine = make_engine(tiny_model, speculative_algorithm=name, speculative_adaptive=adaptive)
     with caplog.at_level(logging.WARNING):
@@ -270,7 +285,8 @@ def test_a_wrong_draft_is_noticed_whatever_the_pace(adaptive, tiny_model, prophe
         run(engine, "b")
     (record,) = [each for each in caplog.records if each.name == "jaxserve.speculative.watch"]
     assert "drafts that could hold, 0.0 % did" in record.getMessage()
-    assert engine.scheduler.speculation.figures.num_accepted == 0
+    figures = engine.scheduler.speculation.figures
+    assert figures.num_accepted == 0 and (figures.num_rows == 0) == adaptive
     engine.close()
 
 
