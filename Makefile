@@ -1,6 +1,8 @@
 # make serve    sets everything up and serves the default model   (PORT=8000 MODEL=default ARGS="--max-running-requests 16")
 # make test     sets everything up and runs the tests             (ARGS="-k barrier -x")
 # make lint     ruff and mypy
+# make sanitize builds csrc with its C++ tests under Thread-, Address- and UndefinedBehaviorSanitizer and runs them;
+#               mistakes planted in it must be reported   (ARGS="--twin cpu --sanitizer thread")
 # make verify   checks the model of the barrier and its mutants   (needs spin: apt-get install spin)
 # make bench    jaxserve beside transformers, and the four ways to update control rows beside each other
 # make clean    removes what the other targets made
@@ -25,7 +27,7 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 # Ahead of the server, so that the download is seen; if it fails, the server says why.
 FETCH := from jaxserve.models.loading.default_model import default_model_path as fetch; print('default model:', fetch())
 
-.PHONY: serve test verify bench lint clean
+.PHONY: serve test sanitize verify bench lint clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -34,6 +36,10 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# In build/sanitize; only what has changed is compiled anew. The interpreter is the one with jaxlib: its FFI headers.
+sanitize: $(INSTALLED)
+	$(BIN)/python tests/native/sanitize.py $(ARGS)
 
 # Installs nothing: standard library, spin and a C compiler.
 verify:

@@ -54,12 +54,16 @@ ffi::Error record(EventRing& ring, uint64_t generation) {
   return ffi::Error::Success();
 }
 
-// Journals that this thread's execution reads columns [0, width) of a row, if a shared buffer lies there.
-void note_read(const void* table, int64_t row, int64_t width, uint32_t origin) {
+// Journals that this thread's execution reads (or writes) columns [0, width) of a row, if a shared buffer lies there.
+void note_access(JournalKind kind, const void* table, int64_t row, int64_t width, uint32_t origin) {
   Journal& journal = Journal::instance();
   if (!journal.is_on()) return;
   const uint64_t buffer = journal.buffer_at(table);
-  if (buffer != 0) journal.append(JournalKind::kRead, buffer, row, static_cast<uint64_t>(width), origin);
+  if (buffer != 0) journal.append(kind, buffer, row, static_cast<uint64_t>(width), origin);
+}
+
+void note_read(const void* table, int64_t row, int64_t width, uint32_t origin) {
+  note_access(JournalKind::kRead, table, row, width, origin);
 }
 ffi::Error snapshot_rows(const LaunchTicket& ticket, const Channel* channel, ffi::RemainingArgs& operands,
                          ffi::RemainingRets& results);
@@ -163,7 +167,7 @@ ffi::Error record_end(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> r
 // Journals what XLA code did that no handler of ours saw. Compiled into programs that are built for the race check only.
 // Operands: ticket uint32[16], row ids int32[B], then `widths.size()` shared tables whose columns [0, width) were read
 // at these rows, then anything whose producers must have run. Row ids that are a shared buffer were read themselves.
-// `what`: "begin" and "end" of the execution, or "reads". Result: int32[1] zero, to be added to what must come later.
+// `what`: "begin" and "end" of the execution, "reads" or "writes". Result: int32[1] zero, to be added to what must come later.
 ffi::Error note(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> result, std::string_view what,
                 std::string_view source, ffi::Span<const int64_t> widths) {
   std::memset(result->untyped_data(), 0, result->size_bytes());
@@ -186,10 +190,11 @@ ffi::Error note(ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> result,
   const auto num_rows = static_cast<int64_t>(row_ids_operand->element_count());
   const auto* row_ids = static_cast<const int32_t*>(row_ids_operand->untyped_data());
   note_read(row_ids, 0, num_rows, origin);
+  const JournalKind kind = what == "writes" ? JournalKind::kWrite : JournalKind::kRead;
   for (std::size_t i = 0; i < widths.size(); ++i) {
     auto table = operands.get<ffi::AnyBuffer>(2 + i);
     if (table.has_error()) return ffi::Error::InvalidArgument("jaxserve_note: operands must be arrays");
-    for (int64_t b = 0; b < num_rows; ++b) note_read(table->untyped_data(), row_ids[b], widths[i], origin);
+    for (int64_t b = 0; b < num_rows; ++b) note_access(kind, table->untyped_data(), row_ids[b], widths[i], origin);
   }
   return ffi::Error::Success();
 }

@@ -30,9 +30,10 @@ class FenceChannel:
         self._timeout_s = timeout_s
         self.read_done = make_ring(native, f"{name}.read_done")
         self.step_done = make_ring(native, f"{name}.step_done")
-        self.number = native.open_channel(write_done, self.read_done, self.step_done, timeout_s)
         # On a GPU the operand lies where handlers cannot read it, so one that never changes is enough.
         self._device_ticket = None if ffi_platform(platform) == "cpu" else jax.device_put(launch_ticket())
+        # Last: a channel stays open until it is closed, whatever becomes of this object.
+        self.number = native.open_channel(write_done, self.read_done, self.step_done, timeout_s)
 
     def reserve_read_done(self) -> Event:
         """The record of the next launch's read end."""

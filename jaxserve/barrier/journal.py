@@ -199,6 +199,14 @@ def gave_up(launch: int) -> None:
         _recorder().append(Kind.GIVE_UP, launch, 0, 0, 0)
 
 
+def host_access(kind: Kind, buffer: int, row: int, columns: int = 0) -> None:
+    """Journals that this thread READs or WRITEs a row of a shared buffer (its id) without any stream or program."""
+    if _on:
+        recorder = _recorder()
+        frame = sys._getframe(1)
+        recorder.append(kind, buffer, row, columns, _origin(frame.f_code, frame.f_lineno))
+
+
 def set_origin_here(own_file: str) -> None:
     """Names the innermost caller outside ``own_file`` as the source line of what this thread enqueues from now on."""
     frame: FrameType | None = sys._getframe(1)

@@ -87,6 +87,7 @@ def note_reads(
         tables: shared buffers; columns [0, width) of each were read at ``row_ids``.
         source: ``file.py:line`` of the read.
         values: what was read, or is computed from it: the note comes after them.
+        what: ``"writes"`` for rows that the program changed.
 
     Returns:
         int32[1] zero, to be added to what must come later.

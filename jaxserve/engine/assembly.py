@@ -164,18 +164,24 @@ def assemble(
     )  # fmt: skip
     rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
     runner = ModelRunner(model, backend, rows, kv, config, platform)
-    step_runner = StepRunner(runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size, drafts=drafts)
-    worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
-    speculation = None
-    if algorithm is not None:
-        speculation = Speculation(algorithm, buckets, num_ids, config.speculative_adaptive)
-    barrier = WarBarrier(
-        rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
-    )
-    if config.disable_war_barrier:
-        log.warning("the write-after-read barrier is disabled: output may be corrupt")
-    scheduler = Scheduler(
-        worker, rows, PagePool(num_pages, config.page_size), barrier,
-        chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size, speculation=speculation,
-    )  # fmt: skip
+    try:
+        step_runner = StepRunner(
+            runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size, drafts=drafts
+        )
+        worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
+        speculation = None
+        if algorithm is not None:
+            speculation = Speculation(algorithm, buckets, num_ids, config.speculative_adaptive)
+        barrier = WarBarrier(
+            rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
+        )
+        if config.disable_war_barrier:
+            log.warning("the write-after-read barrier is disabled: output may be corrupt")
+        scheduler = Scheduler(
+            worker, rows, PagePool(num_pages, config.page_size), barrier,
+            chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size, speculation=speculation,
+        )  # fmt: skip
+    except BaseException:
+        runner.close()  # its channel and its thread would outlive everything else
+        raise
     return EngineParts(checkpoint, model, context_length, rows, worker, scheduler, platform)

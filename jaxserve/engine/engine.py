@@ -68,7 +68,11 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._seeds = random.Random(config.seed if config.seed is not None else secrets.randbits(64))
         if not config.skip_warmup:
-            self.warm_up()
+            try:
+                self.warm_up()
+            except BaseException:
+                self.close()  # nobody else can
+                raise
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier.channel import FenceChannel
+from jaxserve.barrier.faults import pass_fault
 from jaxserve.barrier.shared_rows import SharedRows
 from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
@@ -41,12 +42,16 @@ class ModelRunner:
         self.platform = platform
         self.name = name
         self.has_marker = config.shared_read_marker
-        self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
-        self.watcher = None if self.has_marker else CompletionWatcher()
         self.shared_read_done_event: Event | None = None
         self.newest_launch = 0
-        self.pool = PagedKV(jnp.zeros(kv.shape, kv.dtype))
-        self.relay = jnp.zeros(rows.layout.num_slots + 1, jnp.int32)
+        self._allocate_device_state()
+        self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
+        self.watcher = None if self.has_marker else CompletionWatcher()
+
+    def _allocate_device_state(self) -> None:
+        pass_fault("allocate", "KV pool")
+        self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
+        self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
 
     def take_shared_read_done_event(self) -> Event | None:
         """Reads the mailbox and clears it, so that no later barrier can meet an old event."""
@@ -58,8 +63,7 @@ class ModelRunner:
         """Fresh pool and relay, after a failed execution took the donated ones with it."""
         self.newest_launch = 0
         del self.pool, self.relay  # the old pool goes first: there may be no room for two
-        self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
-        self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
+        self._allocate_device_state()
 
     def close(self) -> None:
         """Waits for the launch in flight and lets go of the fences. Idempotent."""

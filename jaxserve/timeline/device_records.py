@@ -112,6 +112,13 @@ class DeviceRecords:
     host_records: list[Moment] = field(default_factory=list)
     num_dropped: int = 0
 
+    def followed_by(self, later: DeviceRecords) -> DeviceRecords:
+        """Both recordings of one process as one: no launch or record has a number twice."""
+        return DeviceRecords(
+            self.operations + later.operations, self.executions | later.executions,
+            self.host_records + later.host_records, self.num_dropped + later.num_dropped,
+        )  # fmt: skip
+
 
 def read_journal(
     entries: np.ndarray, names: Mapping[int, str], origins: Sequence[str], num_dropped: int = 0

@@ -64,6 +64,11 @@ class HostRecords:
     requests: list[HttpSpan] = field(default_factory=list)
     num_dropped: int = 0
 
+    def followed_by(self, later: HostRecords) -> HostRecords:
+        """Both recordings as one."""
+        dropped = self.num_dropped + later.num_dropped
+        return HostRecords(self.spans + later.spans, self.requests + later.requests, dropped)
+
 
 class Recorder:
     """Keeps the newest spans. Any thread may record.

@@ -158,6 +158,20 @@ def test_seeing_the_stream_idle_says_nothing_of_later_writes():
     assert log.dispatch(1).read(1).race is not None
 
 
+def test_a_stream_that_gathers_what_an_execution_writes_must_wait_for_its_end():
+    """Accepted tokens read behind the marker, which comes before they are written."""
+    log = Log().publish(1).dispatch(1).release(execution(1), READ_DONE, 1)
+    log.add(Kind.WRITE, execution(1), TABLE, ROW, 1).release(execution(1), STEP_DONE, 1)
+    log.stream_waits(READ_DONE, 1)
+    early = log.operation(OperationType.COPY).add(Kind.READ, STREAM, TABLE, ROW, 1).race
+    assert early is not None and early.first.is_write
+
+    log = Log().publish(1).dispatch(1)
+    log.add(Kind.WRITE, execution(1), TABLE, ROW, 1).release(execution(1), STEP_DONE, 1)
+    log.stream_waits(STEP_DONE, 1).operation(OperationType.COPY)
+    assert log.add(Kind.READ, STREAM, TABLE, ROW, 1).race is None
+
+
 # -- the host ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +263,13 @@ def test_giving_up_a_launch_gives_up_its_prep_program_but_not_a_step_that_ended(
     log.dispatch(3, before=1).add(Kind.OPERAND, HOST, 3, 2).add(Kind.GIVE_UP, HOST, 3)
     assert log.write(row=2).race is None
     assert log.write(row=1).race is not None
+
+
+def test_launches_that_fail_again_and_again_share_a_component():
+    log = Log().write()
+    for number in range(1, 50):
+        log.dispatch(number).acquire(execution(number), WRITE_DONE, number).add(Kind.GIVE_UP, HOST, number)
+    assert log.order.num_components == 1
 
 
 # -- staging -----------------------------------------------------------------------------------------------------------

@@ -222,7 +222,8 @@ def test_a_program_can_note_reads_that_no_handler_saw(recorded):
         slots = tables[0].reshape(-1)[:2] + begun
         copied = tables[1][slots, :3]
         noted = ops.note_reads(ticket, slots, [tables[1]], [3], "test.py:2", copied)
-        return copied + noted
+        written = ops.note_reads(ticket, slots[:1] + noted, [tables[2]], [1], "test.py:3", what="writes")
+        return copied + noted + written
 
     ticket = channel.ticket(write_done=0, marker=None, end=None, step_done=None, step_number=1)
     rows.set_batch(np.array([2, 0], np.int32))
@@ -236,6 +237,7 @@ def test_a_program_can_note_reads_that_no_handler_saw(recorded):
         (Kind.BEGIN_EXECUTION, 0, 0, "test.py:1"),
         (Kind.READ, 2, 3, "test.py:2"),
         (Kind.READ, 0, 3, "test.py:2"),
+        (Kind.WRITE, 2, 1, "test.py:3"),
     ]
 
 
@@ -250,6 +252,14 @@ def test_a_row_write_carries_the_line_that_asked_for_it(recorded):
     assert origin.startswith("barrier/test_journal.py:") and origin.endswith(
         " test_a_row_write_carries_the_line_that_asked_for_it"
     )
+
+
+def test_the_host_can_note_what_it_reads_itself(recorded):
+    buffer = native.SharedBuffer(2, 3, False)
+    journal.host_access(Kind.READ, buffer.id, 1, 3)
+    (entry,) = recorded()
+    assert (entry["kind"], entry["subject"], entry["a"], entry["b"]) == (Kind.READ, buffer.id, 1, 3)
+    assert journal.strings()[entry["origin"]].endswith(" test_the_host_can_note_what_it_reads_itself")
 
 
 def test_every_subscriber_is_handed_what_came_since_it_subscribed():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,12 +22,15 @@ from harness import SETTINGS
 from oracle import greedy_full_recompute
 
 from jaxserve.barrier.native import native_module
+from jaxserve.barrier.shared_rows import MIN_STAGING_BLOCKS
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import JaxserveError
 from jaxserve.core.request import CompletionOutput, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.weights import load_model
+from jaxserve.runner.step_runner import StepRunner
 
 KINDS = ("allocate", "reserve", "record", "wait", "copy", "launch", "dispatched", "collect")
 FULL = os.environ.get("JAXSERVE_TEST_FULL", "0") == "1"
@@ -46,6 +51,7 @@ MORE_CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "xla-live": {"attention_backend": "xla-live"},
 }
 native = native_module("cpu")
+_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")  # equal engines share compiled programs
 
 
 def workload() -> list[tuple[list[int], int]]:
@@ -56,6 +62,7 @@ def workload() -> list[tuple[list[int], int]]:
 
 def make_engine(model, **overrides: Any) -> Engine:
     few = {"max_running_requests": 2, "decode_batch_buckets": (2,), "num_pages": 9, "hold_points": False}
+    few |= {"fence_timeout_s": FENCE_TIMEOUT_S, "compilation_cache_dir": _cache.name}
     return Engine(
         EngineConfig(model=str(model), **{**SETTINGS, **few, "fence_timeout_s": FENCE_TIMEOUT_S, **overrides})
     )
@@ -168,3 +175,83 @@ def test_whatever_fails_is_told_and_harms_nobody_else(engine: Engine, kind: str,
             wrong.append(f"{kind} {n} of {count}: {type(error).__name__}: {error}")
             native.faults.clear()
     assert not wrong, "\n".join(wrong)
+
+
+# -- construction ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_log() -> Iterator[None]:
+    """Keeps pytest from keeping log records, whose tracebacks hold an engine."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def live_objects() -> dict[str, int]:
+    gc.collect()
+    return native.live_objects()
+
+
+@pytest.mark.parametrize("kind", ["allocate", "copy"])
+def test_an_engine_that_cannot_be_made_says_why_and_leaves_nothing(tiny_model, kind: str):
+    overrides = {"shared_read_marker": False}  # with the completion thread
+    live, num_threads = live_objects(), threading.active_count()
+    native.faults.fail_nth(kind, 0)
+    built = make_engine(tiny_model, **overrides)
+    built.parts.rows.stream.sync()
+    count = native.faults.passes(kind)
+    built.close()
+    del built
+    assert live_objects() == live
+    assert count == 1 if kind == "copy" else count > MIN_STAGING_BLOCKS
+    for n in [1] if kind == "copy" else chosen(count):
+        native.faults.fail_nth(kind, n)
+        if kind == "copy":  # the first row write fails on the stream, behind the constructor
+            built = make_engine(tiny_model, **overrides)
+            with pytest.raises(native.NativeError, match="injected fault: copy 1"):
+                built.parts.rows.stream.sync()
+            built.close()
+            del built
+        else:
+            with pytest.raises(native.InjectedFault, match=rf"injected fault: {kind} {n}\b"):
+                make_engine(tiny_model, **overrides)
+        assert native.faults.failures(kind) == 1
+        native.faults.clear()
+        assert live_objects() == live, f"{kind} {n} of {count}"
+        assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize("kind", ["launch", "collect", "record"])
+def test_a_warm_up_that_fails_leaves_nothing(tiny_model, monkeypatch, no_log, kind: str):
+    monkeypatch.setattr(StepRunner, "warm_up", lambda self, progress: None)  # compile what is run, no more
+    live, num_threads = live_objects(), threading.active_count()
+    native.faults.fail_nth(kind, 2)
+    with pytest.raises(JaxserveError, match=rf"the warm-up step failed: .*injected fault: {kind} 2"):
+        make_engine(tiny_model, skip_warmup=False)
+    native.faults.clear()
+    assert live_objects() == live
+    assert threading.active_count() == num_threads
+
+
+# -- faults that stay --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_that_stays_is_told_in_bounded_time(tiny_model, right, no_log, kind: str):
+    """Recovery fails as well: every request ends with an error, or step() raises and the engine is dead."""
+    live = live_objects()
+    built = make_engine(tiny_model)
+    assert not check_outputs(run(built), right)
+    native.faults.fail_nth(kind, 9, times=10**9)
+    start = time.monotonic()
+    try:
+        errors = check_outputs(run(built), right)
+    except native.InjectedFault as error:
+        errors = [str(error)]
+    assert time.monotonic() - start < LIMIT_S
+    assert errors and all("injected fault" in error for error in errors)
+    native.faults.clear()
+    built.close()
+    del built
+    assert live_objects() == live

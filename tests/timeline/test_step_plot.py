@@ -20,6 +20,7 @@ from jaxserve.timeline.plot_html import render_html
 from jaxserve.timeline.plot_image import render_image
 from jaxserve.timeline.step_drawing import draw_steps
 from jaxserve.timeline.step_view import SKIPPED_STEPS, StepView, complete_steps, median_step
+from jaxserve.timeline.trace import Recording
 
 
 @pytest.fixture
@@ -200,6 +201,16 @@ def test_flags_that_cannot_work_are_refused_before_loading(
 ) -> None:
     assert main(["trace", "--model", "/no/such/model", *flags]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_on_a_gpu_the_command_is_refused_and_a_trace_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert main(["trace", "--model", "/no/such/model"]) == 2
+    assert "JAX_PLATFORMS=cpu" in capsys.readouterr().err
+    (remark,) = Recording().start().stop().remarks
+    assert "GPU are not recorded" in remark
 
 
 def test_the_command_writes_trace_page_and_medians(
