@@ -81,6 +81,16 @@ class IgnoresWindows(XlaBackend):
         return SharedReadEnds.IN_REPLAY
 
 
+class IgnoresTrees(XlaBackend):
+    """Takes every step of several tokens for a chain, but says that it follows trees."""
+
+    def attend(self, step, layer, q, k, v):
+        return XlaBackend().attend(replaced(step, tree=None), layer, q, k, v)
+
+    def shared_read_ends(self, forward_mode):
+        return SharedReadEnds.IN_REPLAY
+
+
 class WritesPadding(XlaBackend):
     """Lets the tokens behind a chunk write to the sequence's pages."""
 

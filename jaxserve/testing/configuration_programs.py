@@ -26,8 +26,9 @@ from jaxserve.models.loading.checkpoint import open_model_config
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.buckets import make_buckets
 from jaxserve.runner.program_cache import ProgramCache
-from jaxserve.runner.step_program import ProgramKey
+from jaxserve.runner.step_program import CHAIN, ProgramKey
 from jaxserve.runner.step_runner import StepRunner
+from jaxserve.speculative.registry import find_algorithm
 from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
@@ -78,7 +79,9 @@ class ConfigurationPrograms:
         backend = make_backend(config, platform, dtype)
         context_length = config.context_length or model_config.max_position_embeddings
         buckets = make_buckets(config, context_length, backend.width_buckets)
-        buckets = dataclasses.replace(buckets, verify_tokens=verify_tokens)
+        buckets = dataclasses.replace(buckets, verify_tokens=verify_tokens or buckets.verify_tokens)
+        name = config.speculative_algorithm
+        drafts = CHAIN if name is None else find_algorithm(name).draft_form(config)
         one_page = KVLayout(
             model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size,
             jnp.dtype(dtype),
@@ -93,7 +96,7 @@ class ConfigurationPrograms:
                 layout=RowLayout(
                     config.max_running_requests,
                     ceil_div(context_length, config.page_size),
-                    num_drafts=max(verify_tokens, default=1) - 1,
+                    num_drafts=max(buckets.verify_tokens, default=1) - 1,
                 )
             ),
             config=config,
@@ -101,7 +104,7 @@ class ConfigurationPrograms:
         )
         self._has_marker = config.shared_read_marker
         self._num_leaves = len(runner.model.leaves)
-        self._runner = StepRunner(cast(Any, runner), buckets, lambda label: None)
+        self._runner = StepRunner(cast(Any, runner), buckets, lambda label: None, drafts=drafts)
 
     def programs(self) -> list[Program]:
         """All of them: preps first, then steps, each as the engine orders them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -12,15 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape, Tree
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.verify import tree_geometry
 from jaxserve.testing.conformance_report import Violation
 
 HEADS = ((4, 4), (6, 2), (4, 1))  # (query heads, KV heads)
 HEAD_DIM = 16
 WINDOW = 7
+TREE = (0, 0, 2)  # parents of three drafts
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class Case:
     queries: int
     lengths: tuple[int, ...]
     num_tokens: int | None  # valid ones of an EXTEND chunk
+    parents: tuple[int, ...] = ()  # of drafts that are a tree
 
     @property
     def text(self) -> str:
         """For messages."""
-        return f"{self.mode.name}, page size {self.page_size}, {self.heads} heads over {self.kv_heads}"
+        kind = f"{self.mode.name} of a tree" if self.parents else self.mode.name
+        return f"{kind}, page size {self.page_size}, {self.heads} heads over {self.kv_heads}"
 
 
 def cases(page_sizes: Sequence[int]) -> list[Case]:
@@ -62,8 +67,11 @@ def check_attention(
     """What differs; nothing for a backend that computes what the XLA backend computes."""
     found: list[Violation] = []
     for case in cases(page_sizes):
-        if case.mode in modes:
-            found += _check(backend, case, dtype, tolerance)
+        if case.mode not in modes:
+            continue
+        found += _check(backend, case, dtype, tolerance)
+        if case.mode is ForwardMode.TARGET_VERIFY and backend.supports_trees:
+            found += _check(backend, dataclasses.replace(case, parents=TREE), dtype, tolerance)
     return found
 
 
@@ -87,7 +95,11 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
         sampling = jnp.zeros((batch, 4), jnp.float32), jnp.zeros((batch, 4), jnp.int32)
         metadata = backend.prep(StepRows(slots, pages, lengths, *sampling), shape, num_tokens)
         live = LiveRows(slots, tables, table_lengths, ffi=True)
-        step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens)
+        tree = None
+        if case.parents:
+            depths, seen = tree_geometry(jnp.tile(jnp.array([case.parents], jnp.int32), (batch, 1)))
+            tree = Tree(seen, depths)
+        step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens, tree)
         return metadata, [backend.attend(step, layer, q, k, v) for layer in (0, 1)]
 
     arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import liars
 import pytest
@@ -10,6 +11,7 @@ from tiny import write_tiny, write_tiny_gguf
 
 from jaxserve.attention import registry
 from jaxserve.cli.main import main
+from jaxserve.testing import program_report
 
 SIZES = ["--max-running-requests", "1", "--chunked-prefill-size", "16", "--context-length", "128"]
 
@@ -35,6 +37,22 @@ def test_every_program_is_proven_without_weights(folder, capsys):
     names = [line.split("[")[0] for line in out.splitlines() if line.startswith("step ")]
     assert names == ["step extend", "step decode", "step target_verify"]
     assert "3 programs proven" in out
+
+
+@pytest.mark.parametrize("fence", ["coarse", "relay"])
+def test_verify_programs_of_an_algorithm_are_proven(fence, folder, capsys):
+    """With live drafts the draft tables are read up to the end record, and no other table behind the marker."""
+    flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]
+    flags += ["--speculative-ngram-max-bfs-breadth", "3", "--speculative-ngram-fence", fence]
+    code, out = check(capsys, folder, *flags)
+    assert code == 0 and "3 programs proven" in out and "step target_verify[batch=1,tokens=4" in out
+
+
+def test_live_drafts_behind_the_marker_alone_are_a_violation(folder, capsys, monkeypatch):
+    """Taken for snapshotted, they are seen to be read late."""
+    monkeypatch.setattr(program_report, "DraftRows", SimpleNamespace(LIVE=None))
+    code, out = check(capsys, folder, "--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+    assert code == 1 and "draft_tokens" in out and "draft_parents" in out
 
 
 def test_reports_as_json(folder, capsys):

@@ -33,6 +33,9 @@ STALLS = {
     "late write record": {"stream.before_record": STALL_US},
 }
 
+# Passed by verify steps only.
+DRAFT_STALLS = {"late acceptance": {"drafts.before_acceptance": STALL_US}}
+
 SETTINGS: dict[str, Any] = {
     "context_length": 128,
     "page_size": 4,
@@ -77,11 +80,11 @@ def run(engine: Engine, tag: str = "r", params: dict[str, Any] | None = None) ->
 
 
 @contextlib.contextmanager
-def stalled(name: str) -> Iterator[Callable[[str], int]]:
-    """Arms a stall of ``STALLS``; yields a function that counts passes through a hold point."""
+def stalled(name: str, factor: int = 1) -> Iterator[Callable[[str], int]]:
+    """Arms a stall of ``STALLS`` or ``DRAFT_STALLS``; yields a function that counts passes through a hold point."""
     points = native_module("cpu").hold_points
-    for point, microseconds in STALLS[name].items():
-        points.delay(point, microseconds)
+    for point, microseconds in {**STALLS, **DRAFT_STALLS}[name].items():
+        points.delay(point, factor * microseconds)
     try:
         yield points.hits
     finally:

@@ -13,15 +13,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from drafters import LiveProphet, Prophet
+from harness import workload
+
 from jaxserve.attention.base import SharedReadEnds
 from jaxserve.attention.registry import _registered
 from jaxserve.attention.xla import XlaLiveBackend
 from jaxserve.barrier.channel import FenceChannel
 from jaxserve.barrier.native import native_module
 from jaxserve.barrier.shared_rows import SharedRows
+from jaxserve.engine.engine import Engine
 from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.war_barrier import WarBarrier
+from jaxserve.speculative import registry
+from jaxserve.speculative.ngram import NgramWorker
+from jaxserve.testing.poison import Poison
 
 VERIFICATION = Path(__file__).parents[2] / "verification"
 
@@ -45,8 +53,14 @@ def in_engine() -> list[Any]:
     return [mutant for mutant in listed() if mutant.engine != "none"]
 
 
-def inject(mutant: Any, monkeypatch: Any) -> dict[str, Any]:
-    """Puts a listed fault into the engine; returns the settings it needs."""
+def inject(mutant: Any, monkeypatch: Any, right_tokens: list[list[int]]) -> dict[str, Any]:
+    """Puts a listed fault into the engine; returns the settings it needs.
+
+    Args:
+        right_tokens: outputs of the workload, for algorithms that draft them.
+    """
+    answers = [prompt + output for (prompt, _), output in zip(workload(), right_tokens, strict=True)]
+    monkeypatch.setattr(Prophet, "answers", answers)
     return FAULTS[mutant.engine](monkeypatch)
 
 
@@ -147,6 +161,24 @@ def stale_mailbox(monkeypatch):
     return {}
 
 
+def ngram_clear_deleted(monkeypatch):
+    """NGRAM's worker leaves the event of the marker in the mailbox, although verify reads drafts behind it.
+
+    The scheduler of today writes no draft row while a verify step runs. So here it is one that writes every row as soon
+    as the barrier lets it.
+    """
+
+    def make(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        Poison(self, LiveProphet.future_of)
+
+    build = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", make)
+    monkeypatch.setattr(NgramWorker, "execute", TargetWorker.execute)
+    monkeypatch.setitem(registry._registered, LiveProphet.name, LiveProphet)
+    return {"speculative_algorithm": LiveProphet.name, "speculative_adaptive": False}
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -159,5 +191,6 @@ FAULTS = {
         staging_rewritten_early,
         writes_not_awaited,
         stale_mailbox,
+        ngram_clear_deleted,
     )
 }

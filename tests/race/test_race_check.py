@@ -31,8 +31,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("mutant", mutants.in_engine(), ids=lambda mutant: mutant.name)
-def test_mutant_is_found_in_one_run_without_a_stall(mutant, monkeypatch, tiny_model, programs):
-    settings = mutants.inject(mutant, monkeypatch)
+def test_mutant_is_found_in_one_run_without_a_stall(mutant, monkeypatch, tiny_model, right_tokens, programs):
+    settings = mutants.inject(mutant, monkeypatch, right_tokens)
     engine = make_engine(tiny_model, race_check=True, compilation_cache_dir=programs, **settings)
     try:
         with pytest.raises(
