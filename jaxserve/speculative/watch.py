@@ -68,7 +68,7 @@ class AcceptanceWatch:
         chance = (
             f"of which {self._held / self._tried:.2f} held" if self._num_tried else "so there was nothing to verify"
         )
-        log.info(
+        log.warning(
             "%s: speculation is idle; %d of the first %d tokens came from verify steps. There were drafts for %d "
             "tokens, %s",
             self._name, self._num_emitted, self._num_tokens, self._num_tried, chance,
