@@ -207,9 +207,9 @@ struct Task {
 };
 
 ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
-                           ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
-                           ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
-                           ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
+                      ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
+                      ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
+                      ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
   const auto qd = q.dimensions();
   const auto kd = k_new.dimensions();
   const auto pd = kv_pool.dimensions();

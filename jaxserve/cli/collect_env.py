@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = FACTS | {
         "attention backend": lambda: _backend(config).name,
         "shared reads": lambda: _shared_reads(config),
+        "speculation": lambda: _speculation(config),
         "graph splits": _graph_splits,
     }
     for name, find in facts.items():
@@ -108,23 +109,52 @@ def _backend(config: EngineConfig) -> AttentionBackend:
     return make_backend(config, platform, dtype)
 
 
-def _shared_reads(config: EngineConfig) -> str:
-    """Per forward mode: where reads are declared to end, where they end, and the fence of such a step."""
+def _fences(config: EngineConfig) -> dict[str, tuple[str, str]]:
+    """Per forward mode: where reads are declared to end and where they end, and the fence of such a step."""
     from jaxserve.core.forward_mode import ForwardMode
     from jaxserve.runner.step_runner import resolve_read_ends
     from jaxserve.scheduler.war_barrier import fence_for
 
-    backend, found = _backend(config), []
+    backend, found = _backend(config), {}
     for mode in (ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
         declared, resolved = resolve_read_ends(
             backend, mode, has_marker=config.shared_read_marker, unsound=config.compat_unsound_fallback
         )
+        cleared = _live_drafts(config) if mode is ForwardMode.TARGET_VERIFY else None
         fence = fence_for(
-            resolved, mode, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
-        )
+            resolved, mode, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier,
+            published=None if cleared is None else False, coarse_reason=cleared,
+        )  # fmt: skip
         ends = declared.name if declared is resolved else f"{declared.name} -> {resolved.name}"
-        found.append(f"{mode.name} {ends} ({':'.join(fence)})")
-    return ", ".join(found)
+        found[mode.name] = ends, ":".join(fence)
+    return found
+
+
+def _shared_reads(config: EngineConfig) -> str:
+    return ", ".join(f"{mode} {ends} ({fence})" for mode, (ends, fence) in _fences(config).items())
+
+
+def _live_drafts(config: EngineConfig) -> str | None:
+    """The algorithm whose verify steps read drafts behind the marker, which takes the full-execution fence."""
+    if config.speculative_algorithm is None:
+        return None
+    from jaxserve.runner.step_program import DraftRows
+    from jaxserve.speculative.registry import find_algorithm
+
+    algorithm = find_algorithm(config.speculative_algorithm)
+    return algorithm.name.lower() if algorithm.draft_form(config).rows is DraftRows.LIVE else None
+
+
+def _speculation(config: EngineConfig) -> str:
+    if config.speculative_algorithm is None:
+        return "off"
+    from jaxserve.speculative.registry import find_algorithm
+
+    algorithm = find_algorithm(config.speculative_algorithm)
+    drafts = "trees" if algorithm.draft_form(config).is_tree else "chains"
+    pace = "adaptive" if config.speculative_adaptive else "not adaptive"
+    fence = _fences(config)["TARGET_VERIFY"][1]
+    return f"{algorithm.name}, {config.speculative_num_draft_tokens} draft tokens, {drafts}, {pace}, fence {fence}"
 
 
 def _graph_splits() -> str:

@@ -71,6 +71,8 @@ def _print_all(llm: Any, prompts: list[str], params: SamplingParams, arguments: 
             if arguments.json:
                 line = {"prompt": prompt, "index": one.index, "text": one.text, "token_ids": list(one.token_ids)}
                 line |= {"finish_reason": one.finish_reason, "prompt_tokens": len(output.prompt_token_ids)}
+                if one.speculation is not None:
+                    line["speculation"] = one.speculation.as_dict()
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
                 print(f"--- {prompt!r}\n{one.text}", flush=True)

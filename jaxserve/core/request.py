@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculation_counts import SpeculationCounts, total
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -58,6 +59,7 @@ class OutputDelta:
         finish_reason: set on the last delta of the output, else None.
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
+        speculation: what speculation did for this output so far; None where it is off.
     """
 
     request_id: str
@@ -68,11 +70,15 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    speculation: SpeculationCounts | None = None
 
 
 @dataclass
 class CompletionOutput:
-    """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure."""
+    """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
+
+    ``speculation`` says what speculation did for it; None where that is off.
+    """
 
     index: int
     text: str = ""
@@ -81,6 +87,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    speculation: SpeculationCounts | None = None
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -92,6 +99,8 @@ class CompletionOutput:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
             self.error = delta.error
+        if delta.speculation is not None:
+            self.speculation = delta.speculation
 
 
 @dataclass
@@ -103,3 +112,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+
+    @property
+    def speculation(self) -> SpeculationCounts | None:
+        """What speculation did for all outputs together; None where it is off."""
+        return total([each.speculation for each in self.outputs if each.speculation is not None])

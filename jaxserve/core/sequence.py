@@ -32,7 +32,6 @@ class Sequence:
         num_in_flight: sampled tokens that are dispatched but not committed; of a verify step, the one it is sure of.
         prefill_len: tokens to prefill before decoding; the prompt, or after a preemption prompt and output so far.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
-        num_drafted, num_accepted: drafts that were verified for it, and those that held.
         num_preemptions: how often its pages were taken away.
     """
 
@@ -49,8 +48,6 @@ class Sequence:
     prefill_len: int = 0
     num_preemptions: int = 0
     awaits_verify: bool = False
-    num_drafted: int = 0
-    num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
     @property

@@ -17,6 +17,7 @@ from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.speculation_metrics import speculation_in_use
 
 log = logging.getLogger(__name__)
 END = None  # closes an output queue
@@ -159,6 +160,7 @@ class AsyncEngine:
             "platform": self._engine.parts.platform,
             "attention_backend": self._engine.parts.worker.model_runner.backend.name,
             "shared_reads": self._engine.fences_in_use(),
+            "speculation": speculation_in_use(self._engine),
             "graph_splits": dict(self.metrics.graph_splits) or "not known",
             "fences": {f"{kind}:{reason}": n for (kind, reason), n in dict(scheduler.barrier.counts).items()},
         }

@@ -13,6 +13,7 @@ from jaxserve.barrier import journal
 from jaxserve.barrier.race_check import RaceCheck
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, JaxserveError
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -25,7 +26,7 @@ from jaxserve.runner.launch import Launch
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.scheduler.war_barrier import fence_for
 from jaxserve.text.chat_template import encode_chat
-from jaxserve.timeline.recorder import span
+from jaxserve.timeline.recorder import RECORDER, span
 
 log = logging.getLogger(__name__)
 SEED_MASK = 2**63 - 1
@@ -115,6 +116,8 @@ class Engine:
             batch = self.scheduler.plan()
             if batch is not None:
                 planning.note(step=batch.step_number, mode=batch.mode.name, batch=len(batch.owners))
+                if batch.mode is ForwardMode.TARGET_VERIFY:
+                    planning.note(tokens_per_row=batch.queries, drafted=batch.num_drafted)
         return batch
 
     def _dispatch(self, batch: StepBatch[Sequence] | None) -> bool:
@@ -147,12 +150,16 @@ class Engine:
                 if output.finish_reason is not None:
                     continue  # a verified token behind the one that ended the output
                 deltas.append(output.push(committed))
-                self.metrics.committed(committed.sequence)
+                self.metrics.committed(committed)
                 if output.finish_reason is not None:
                     ended.append(committed.sequence)
             for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
                 self._finish(sequence)
             committing.note(finished=len(ended))
+            if RECORDER.on:
+                verified = [each for each in tokens if each.verified is not None]
+                if verified:
+                    committing.note(accepted=sum(each.is_draft for each in verified))
 
     def _finish(self, sequence: Sequence) -> None:
         reason = self._outputs.pop(sequence).finish_reason
@@ -239,7 +246,10 @@ class Engine:
         for index in range(request.params.n):
             sequence = Sequence(request, index, self._seed(request.params.seed, index), max_total,
                                 list(request.prompt_ids))  # fmt: skip
-            self._outputs[sequence] = OutputBuilder(sequence, self.tokenizer, self.model_config.eos_token_ids)
+            self._outputs[sequence] = OutputBuilder(
+                sequence, self.tokenizer, self.model_config.eos_token_ids,
+                speculative=self.scheduler.speculation is not None,
+            )  # fmt: skip
             self.scheduler.add(sequence)
             sequences.append(sequence)
         self._requests[request.request_id] = sequences
@@ -337,11 +347,15 @@ class Engine:
 
     def fences_in_use(self) -> dict[str, dict[str, str]]:
         """Per forward mode: where the backend declares that reads end, where they end, and the fence of such a step."""
-        runner, barrier = self.parts.worker.step_runner, self.scheduler.barrier
+        worker, barrier = self.parts.worker, self.scheduler.barrier
         found = {}
-        for mode in runner.buckets.modes():
-            declared, resolved = runner.read_ends(mode)
-            fence = fence_for(resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled)
+        for mode in worker.step_runner.buckets.modes():
+            declared, resolved = worker.step_runner.read_ends(mode)
+            cleared = worker.coarse_reason(mode)
+            fence = fence_for(
+                resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled,
+                published=None if cleared is None else False, coarse_reason=cleared,
+            )  # fmt: skip
             found[mode.name] = {"declared": declared.name, "resolved": resolved.name, "fence": ":".join(fence)}
         return found
 

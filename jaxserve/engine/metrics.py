@@ -13,7 +13,9 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import Request
 from jaxserve.core.sequence import Sequence
 from jaxserve.engine.fence_metrics import FenceMetrics
+from jaxserve.engine.speculation_metrics import SpeculationMetrics
 from jaxserve.runner.batch import StepBatch
+from jaxserve.scheduler.scheduler import Committed
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -55,6 +57,13 @@ class EngineMetrics:
         self.registry.register(FenceMetrics(self._engine, self._model, self.graph_splits))
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens delivered")
+        self._emitted: Any = None
+        if scheduler.speculation is not None:
+            scheduler.speculation.reset_figures()
+            self.registry.register(SpeculationMetrics(scheduler.speculation, self._model))
+            self._emitted = self._counter(
+                "spec_decode_num_emitted_tokens", "Output tokens delivered that came from verified rows"
+            )
         self._finished = Counter("jaxserve:request_success", "Outputs ended", ["model_name", "finished_reason"],
                                  registry=self.registry)  # fmt: skip
         self._steps = Counter("jaxserve:steps", "Steps launched", ["model_name", "mode"], registry=self.registry)
@@ -92,10 +101,12 @@ class EngineMetrics:
         """A step was dispatched."""
         self._steps.labels(mode=_STEP_NAMES[batch.mode], **self._model).inc()
 
-    def committed(self, sequence: Sequence) -> None:
+    def committed(self, token: Committed) -> None:
         """A token was committed to an output."""
-        now = time.monotonic()
+        now, sequence = time.monotonic(), token.sequence
         self._generation_tokens.inc()
+        if token.verified is not None:
+            self._emitted.inc()
         if sequence in self._last_token:
             self._itl.observe(now - self._last_token[sequence])
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxserve.core.request import FinishReason, OutputDelta
 from jaxserve.core.sequence import Sequence
+from jaxserve.core.speculation_counts import SpeculationCounts
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -14,12 +15,15 @@ class OutputBuilder:
 
     Attributes:
         finish_reason: why the output ended, once it has.
+        speculation: what speculation did for the output; None where it is off.
     """
 
-    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]):
+    def __init__(self, sequence: Sequence, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...], *,
+                 speculative: bool = False):  # fmt: skip
         params = sequence.request.params
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
+        self.speculation = SpeculationCounts() if speculative else None
         self._stop_ids = set(params.stop_token_ids)
         if not params.ignore_eos:
             self._stop_ids.update(eos_token_ids)
@@ -53,13 +57,26 @@ class OutputBuilder:
         if reason is not None:
             self.finish_reason = reason
             text += self._text.finish()
+        self._count(committed)
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
+            speculation=self.speculation,
         )  # fmt: skip
+
+    def _count(self, committed: Committed) -> None:
+        """Counts a verified row with its last token, or with the one that ends the output."""
+        row, place = committed.verified, committed.place
+        if row is None or self.speculation is None:
+            return
+        if place == row.num_accepted or self.finish_reason is not None:
+            accepted = min(place + 1, row.num_accepted)
+            self.speculation = self.speculation.with_row(row.num_drafted, accepted, num_emitted=place + 1)
 
     def end(self, reason: FinishReason, error: str | None = None) -> OutputDelta:
         """The last delta of an output that ends without a token: aborted or failed."""
         self.finish_reason = reason
         request_id, index = self.sequence.request.request_id, self.sequence.index
-        return OutputDelta(request_id, index, self._text.finish(), finish_reason=reason, error=error)
+        return OutputDelta(
+            request_id, index, self._text.finish(), finish_reason=reason, error=error, speculation=self.speculation
+        )

@@ -24,6 +24,7 @@ class StepBatch(Generic[Owner]):
         max_length: largest number of tokens any row has after this step; chooses the block-table width.
         tokens: int32[1, n] prompt tokens of EXTEND, else None.
         queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
+        num_drafted: drafts of all rows of TARGET_VERIFY together.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -34,4 +35,5 @@ class StepBatch(Generic[Owner]):
     max_length: int
     tokens: np.ndarray | None = None
     queries: int = 1
+    num_drafted: int = 0
     samples: bool = True

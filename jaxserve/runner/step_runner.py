@@ -248,6 +248,8 @@ class StepRunner:
         dispatch = span("dispatch", step=batch.step_number)
         if RECORDER.on:
             dispatch.note(program=label, mode=batch.mode.name, batch=len(batch.owners), **ticket_facts(ticket))
+            if batch.mode is ForwardMode.TARGET_VERIFY:
+                dispatch.note(tokens_per_row=batch.queries, drafted=batch.num_drafted)
         return dispatch
 
     def _inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
@@ -34,6 +35,10 @@ class TargetWorker:
     def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
         """Launches a planned step."""
         return self.step_runner.execute(batch, write_done, wants_logprobs)
+
+    def coarse_reason(self, mode: ForwardMode) -> str | None:
+        """Why it clears the mailbox after steps of this mode, see ``Launch.coarse_reason``; None: it does not."""
+        return None
 
     def close(self) -> None:
         """Waits for the launch in flight and lets go of the fences."""

@@ -25,19 +25,34 @@ from jaxserve.runner.sampling_rows import sampling_row
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.war_barrier import WarBarrier
+from jaxserve.speculative.figures import VerifiedRow
 from jaxserve.speculative.speculation import Speculation
 from jaxserve.speculative.trees import EMPTY
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A token a step added to a sequence."""
+    """A token a step added to a sequence.
+
+    Attributes:
+        finite: false: the logits were not numbers and the token means nothing.
+        length: tokens of the sequence, this one included.
+        place: which of the tokens that this step added to the sequence, from 0.
+        verified: the drafts it was among, or followed; None if the step had none for the sequence.
+    """
 
     sequence: Sequence
     token_id: int
     logprob: TokenLogprob | None
-    finite: bool  # false: the logits were not numbers and the token means nothing
-    length: int  # tokens of the sequence, this one included
+    finite: bool
+    length: int
+    place: int = 0
+    verified: VerifiedRow | None = None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it is a draft that held."""
+        return self.verified is not None and self.place < self.verified.num_accepted
 
 
 class Scheduler:
@@ -173,12 +188,14 @@ class Scheduler:
             return None
         tokens = np.zeros((len(ready), queries - 1), np.int32)
         parents = np.full((len(ready), queries - 1), -1, np.int32)
+        num_drafted = 0
         for row, sequence in enumerate(ready):
             tree = trees[sequence]
             if not self._allot(sequence, 1 + tree.depth):
                 tree = EMPTY  # drafts are not worth another sequence's pages
             tokens[row, : len(tree.tokens)] = tree.tokens
             parents[row, : len(tree.parents)] = tree.parents
+            num_drafted += len(tree.tokens)
             speculation.sent(sequence, tree)
         slots = np.array([s.slot for s in ready], np.int32)
         self.rows.set_lengths(slots, np.array([s.num_scheduled for s in ready], np.int32))
@@ -187,7 +204,10 @@ class Scheduler:
             sequence.awaits_verify = True
             sequence.num_in_flight += 1
         longest = max(min(s.num_scheduled + queries, s.max_total) for s in ready)
-        return StepBatch(self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), slots, longest, queries=queries)
+        return StepBatch(
+            self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), slots, longest,
+            queries=queries, num_drafted=num_drafted,
+        )  # fmt: skip
 
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
         ready = [s for s in sequences if self._grow(s)]
@@ -281,17 +301,16 @@ class Scheduler:
             count = int(result.counts[row])
             if batch.mode is ForwardMode.TARGET_VERIFY:
                 sequence.num_scheduled += count
-            for place in range(count):
-                token = int(result.tokens[row, place])
-                sequence.token_ids.append(token)
-                committed.append(
-                    Committed(
-                        sequence, token, _logprob(sequence, result, row, place), bool(result.finite[row, place]),
-                        len(sequence.token_ids),
-                    )
-                )  # fmt: skip
-            if self.speculation is not None:
-                self.speculation.committed(sequence, count)
+            before = len(sequence.token_ids)
+            sequence.token_ids += result.tokens[row, :count].tolist()
+            verified = self.speculation.committed(sequence, count) if self.speculation is not None else None
+            committed += [
+                Committed(
+                    sequence, sequence.token_ids[before + place], _logprob(sequence, result, row, place),
+                    bool(result.finite[row, place]), before + place + 1, place, verified,
+                )
+                for place in range(count)
+            ]  # fmt: skip
         return committed
 
     # -- state -------------------------------------------------------------------------------------------------------

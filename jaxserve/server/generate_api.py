@@ -14,6 +14,7 @@ from starlette.responses import Response
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.request import CompletionOutput
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculation_counts import SpeculationCounts
 from jaxserve.server.body import parse_fields, read_request
 from jaxserve.server.completion_wire import check_prompts
 from jaxserve.server.disconnect import until_disconnect
@@ -82,6 +83,18 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(message, param=f"sampling_params.{theirs}", code=error.code) from None
 
 
+def speculation_info(counts: SpeculationCounts) -> dict[str, Any]:
+    """What speculation did for an output, under SGLang's names."""
+    return {
+        "spec_verify_ct": counts.num_rows,
+        "spec_num_correct_drafts": counts.num_accepted,
+        "spec_num_proposed_drafts": counts.num_drafted,
+        "spec_accept_rate": counts.acceptance_rate,
+        "spec_accept_length": counts.mean_accepted_length,
+        "spec_correct_drafts_histogram": list(counts.rows_by_accepted),
+    }
+
+
 @router.post("/generate")
 async def generate(request: Request) -> Response:
     """Continues prompts; an object for one prompt, a list for several prompts or ``n`` > 1."""
@@ -109,6 +122,8 @@ async def generate(request: Request) -> Response:
             "prompt_tokens": len(prompts[output.index // params.n]),
             "completion_tokens": len(output.token_ids),
         }
+        if output.speculation is not None:
+            meta |= speculation_info(output.speculation)
         shaped = {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
         return shaped if single else shaped | {"index": output.index}
 

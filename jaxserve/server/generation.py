@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
 
 from jaxserve.core.request import CompletionOutput, OutputDelta
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculation_counts import SpeculationCounts, total
 from jaxserve.server.engine_protocol import EngineLike
 from jaxserve.server.errors import GenerationFailed, NotServing
 from jaxserve.server.lifecycle import Lifecycle
@@ -51,6 +53,7 @@ class Generation:
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.completion_tokens = 0
         self.num_choices = len(prompts) * params.n
+        self._speculation: dict[int, SpeculationCounts] = {}  # by choice, so far
         self._unfinished = set(range(self.num_choices))
         try:
             for position, prompt in enumerate(prompts):
@@ -107,6 +110,8 @@ class Generation:
                     note_first_token()
                 self.completion_tokens += len(delta.token_ids)
                 choice = position * self._params.n + delta.index
+                if delta.speculation is not None:
+                    self._speculation[choice] = delta.speculation
                 if delta.finish_reason is not None:
                     if delta.finish_reason == "error":
                         raise GenerationFailed(delta.error or "the engine failed on this request")
@@ -131,13 +136,20 @@ class Generation:
             outputs[choice].append(delta)
         return outputs
 
-    def usage(self) -> dict[str, int]:
-        """Token counts so far, in the OpenAI shape."""
-        return {
+    def usage(self) -> dict[str, Any]:
+        """Token counts so far, in the OpenAI shape; with speculation, what became of the drafts of all outputs."""
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        counts = total(list(self._speculation.values()))
+        if counts is not None:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": counts.num_accepted,
+                "rejected_prediction_tokens": counts.num_drafted - counts.num_accepted,
+            }
+        return usage
 
     async def _interleaved(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         if len(self._sources) == 1:  # the usual case needs no queue between engine and client

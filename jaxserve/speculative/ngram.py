@@ -25,11 +25,16 @@ class NgramWorker(TargetWorker):
 
     def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
         launch = super().execute(batch, write_done, wants_logprobs)
-        if batch.mode is not ForwardMode.TARGET_VERIFY or self.step_runner.drafts.rows is not DraftRows.LIVE:
+        reason = self.coarse_reason(batch.mode)
+        if reason is None:
             return launch
         # The event says where the backend's reads end, and the program goes on reading draft rows behind it.
         self.model_runner.shared_read_done_event = None
-        return dataclasses.replace(launch, coarse_reason="ngram")
+        return dataclasses.replace(launch, coarse_reason=reason)
+
+    def coarse_reason(self, mode: ForwardMode) -> str | None:
+        is_live = self.step_runner.drafts.rows is DraftRows.LIVE
+        return "ngram" if mode is ForwardMode.TARGET_VERIFY and is_live else None
 
 
 class NgramAlgorithm(SpeculativeAlgorithm):

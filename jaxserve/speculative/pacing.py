@@ -49,15 +49,19 @@ class Record:
             self.hits *= MEMORY / self.trials
             self.trials = MEMORY
 
-    def met(self, tokens: Iterable[int]) -> None:
-        """Compares tokens that came without speculation with what was expected."""
+    def met(self, tokens: Iterable[int]) -> tuple[int, int]:
+        """Compares tokens that came without speculation with what was expected; returns how many held and failed."""
+        held = failed = 0
         for token in tokens:
             if not self.predicted:
-                return
-            expected = self.predicted.pop(0)
-            self.tried(int(expected == token), int(expected != token))
-            if expected != token:
+                break
+            if self.predicted.pop(0) == token:
+                held += 1
+            else:
+                failed += 1
                 self.predicted = []
+        self.tried(held, failed)
+        return held, failed
 
 
 class StepTimes:

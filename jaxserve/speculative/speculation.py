@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -13,14 +12,10 @@ from jaxserve.core.shapes import bucket_for
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
 from jaxserve.speculative.base import SpeculativeAlgorithm
-from jaxserve.speculative.figures import SpeculationFigures
+from jaxserve.speculative.figures import SpeculationFigures, VerifiedRow
 from jaxserve.speculative.pacing import Record, StepTimes, best_queries
 from jaxserve.speculative.trees import EMPTY, DraftTree, trimmed
-
-log = logging.getLogger(__name__)
-
-FLOOR_DRAFTS = 2000  # drafts after which an acceptance near zero is reported
-FLOOR_RATE = 0.02
+from jaxserve.speculative.watch import AcceptanceWatch
 
 
 class Speculation:
@@ -32,6 +27,9 @@ class Speculation:
         num_ids: ids below it may be drafted.
         is_adaptive: whether the number of drafts follows what earlier ones brought; else every step that has drafts
             verifies as many as the largest program takes.
+
+    Attributes:
+        figures: of every sequence since warm-up.
     """
 
     def __init__(self, algorithm: SpeculativeAlgorithm, buckets: Buckets, num_ids: int, is_adaptive: bool):
@@ -40,11 +38,15 @@ class Speculation:
         self.times = StepTimes()
         self._buckets = buckets
         self._num_ids = num_ids
-        self._is_adaptive = is_adaptive
+        self.is_adaptive = is_adaptive
         self._records: dict[Sequence, Record] = {}
         self._observed: set[Sequence] = set()  # their prompts, too
         self._sent: dict[Sequence, DraftTree] = {}  # of the step in flight
-        self._floor_reported = False
+        self._watch = AcceptanceWatch(algorithm.name)
+
+    def reset_figures(self) -> None:
+        """Counts from zero."""
+        self.figures = SpeculationFigures()
 
     def timed(self, batch: StepBatch, seconds: float) -> None:
         """A step took ``seconds``, the host's share that nothing overlapped included."""
@@ -58,7 +60,7 @@ class Speculation:
 
     def queries_for(self, sequences: Many[Sequence]) -> int:
         """Tokens per row of these sequences' next step; 1: a plain step. Tokens in flight need not be known."""
-        if not self._is_adaptive:
+        if not self.is_adaptive:
             return self._buckets.verify_tokens[-1]
         records = [self._record(s) for s in sequences]
         stale = [i for i, record in enumerate(records) if not record.predicted]
@@ -79,24 +81,25 @@ class Speculation:
         """These drafts of a sequence go into the next step."""
         self._sent[sequence] = tree
 
-    def committed(self, sequence: Sequence, num_new: int) -> None:
-        """The last ``num_new`` tokens of a sequence were committed."""
+    def committed(self, sequence: Sequence, num_new: int) -> VerifiedRow | None:
+        """The last ``num_new`` tokens of a sequence were committed; returns what came of its drafts, if it had any."""
         # Not from the records: with overlap a step is planned, and a record made, before the first token is known.
         is_new = sequence not in self._observed
         self._observed.add(sequence)
         record = self._record(sequence)
         tree = self._sent.pop(sequence, None)
+        row = None
         if tree is not None and tree.tokens:
-            accepted, depth = num_new - 1, tree.depth
+            row, depth = VerifiedRow(len(tree.tokens), num_new - 1), tree.depth
+            held, failed = row.num_accepted, int(row.num_accepted < depth)
             record.predicted = []
-            record.tried(accepted, int(accepted < depth))
-            sequence.num_drafted += len(tree.tokens)
-            sequence.num_accepted += accepted
-            self.figures.verified(len(tree.tokens), depth, accepted)
-            self._report_floor()
+            record.tried(held, failed)
+            self.figures.verified(row, depth)
         else:
-            record.met(sequence.token_ids[-num_new:])
+            held, failed = record.met(sequence.token_ids[-num_new:])
+        self._watch.committed(num_new, held, failed, verified=row is not None)
         self.algorithm.observe(sequence.token_ids, len(sequence.token_ids) if is_new else num_new)
+        return row
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended."""
@@ -115,12 +118,3 @@ class Speculation:
             trimmed(tokens[i, : counts[i]], parents[i, : counts[i]], depth, self._num_ids) if depth > 0 else EMPTY
             for i, depth in enumerate(max_depths)
         ]
-
-    def _report_floor(self) -> None:
-        figures = self.figures
-        if not self._floor_reported and figures.num_drafted >= FLOOR_DRAFTS and figures.acceptance_rate < FLOOR_RATE:
-            self._floor_reported = True
-            log.warning(
-                "%s: only %d of %d drafts were accepted; the drafts cost more than they bring",
-                self.algorithm.name, figures.num_accepted, figures.num_drafted,
-            )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.core.request import CompletionOutput, OutputDelta, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculation_counts import SpeculationCounts
 
 
 class FakeLLM:
@@ -18,6 +19,7 @@ class FakeLLM:
 
     made: list[FakeLLM] = []  # noqa: RUF012  cleared by install()
     failure: Exception | None = None
+    speculation: SpeculationCounts | None = None  # of every output
 
     def __init__(self, **config: Any):
         if FakeLLM.failure is not None:
@@ -50,7 +52,10 @@ class FakeLLM:
 
     def _answer(self, asked: Any, text: str, params: SamplingParams) -> RequestOutput:
         self.asked.append((asked, params))
-        outputs = [CompletionOutput(i, f"{text}!", [7], finish_reason="stop") for i in range(params.n)]
+        outputs = [
+            CompletionOutput(i, f"{text}!", [7], finish_reason="stop", speculation=self.speculation)
+            for i in range(params.n)
+        ]
         return RequestOutput("r", text, [1, 2], outputs, True)
 
     def _deltas(self, output: RequestOutput) -> Iterator[OutputDelta]:

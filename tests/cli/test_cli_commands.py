@@ -19,6 +19,7 @@ from jaxserve.cli.main import main
 from jaxserve.cli.program_reports import graph_splits
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError, JaxserveError, ModelLoadError
+from jaxserve.core.speculation_counts import SpeculationCounts
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "server"))  # the scripted engine lives there
 
@@ -69,7 +70,16 @@ def test_generate_json_is_one_object_per_output(llm: type[FakeLLM], capsys: pyte
         ("two", 0, "two!"),
         ("two", 1, "two!"),
     ]
-    assert lines[0]["finish_reason"] == "stop" and lines[0]["prompt_tokens"] == 2
+    assert lines[0]["finish_reason"] == "stop" and lines[0]["prompt_tokens"] == 2 and "speculation" not in lines[0]
+
+
+def test_generate_json_tells_of_speculation(
+    llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llm, "speculation", SpeculationCounts(6, 4, (0, 2)))
+    main(["generate", "Hi", "--json"])
+    counts = {"num_drafted": 6, "num_accepted": 2, "num_emitted": 4, "num_rows": 2, "rows_by_accepted": [0, 2]}
+    assert json.loads(capsys.readouterr().out)["speculation"] == counts | {"mean_accepted_length": 2.0}
 
 
 def test_generate_reads_stdin(
@@ -238,6 +248,11 @@ def test_collect_env_shows_versions_but_no_secrets(
         (["--no-shared-read-marker"], "DECODE IN_REPLAY -> PRE_REPLAY (fine:pre_replay)"),
         (["--force-coarse-war-barrier"], "DECODE IN_REPLAY (coarse:forced)"),
         (["--disable-war-barrier", "--allow-unsafe"], "DECODE IN_REPLAY (none:disabled)"),
+        (["--speculative-algorithm", "ngram"], "TARGET_VERIFY IN_REPLAY (coarse:ngram)"),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-fence", "relay"],
+            "TARGET_VERIFY IN_REPLAY (fine:marker)",
+        ),
         (["--attention-backend", "nobody's"], "unknown (ConfigError: unknown attention backend"),
     ],
 )
@@ -247,6 +262,25 @@ def test_collect_env_shows_the_fence_a_configuration_gets(
     assert main(["collect-env", *flags]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shared reads: ")]
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "off"),
+        (["--speculative-algorithm", "NGRAM"], "NGRAM, 8 draft tokens, chains, adaptive, fence coarse:ngram"),
+        (
+            ["--speculative-algorithm", "NGRAM", "--no-speculative-adaptive", "--speculative-ngram-fence", "relay",
+             "--speculative-ngram-max-bfs-breadth", "4", "--speculative-num-draft-tokens", "16"],
+            "NGRAM, 16 draft tokens, trees, not adaptive, fence fine:marker",
+        ),
+        (["--speculative-algorithm", "nobody's"], "unknown (ConfigError: "),
+    ],
+)  # fmt: skip
+def test_collect_env_shows_speculation(capsys: pytest.CaptureFixture[str], flags: list[str], said: str) -> None:
+    assert main(["collect-env", *flags]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("speculation: ")]
+    assert line.removeprefix("speculation: ").startswith(said)
 
 
 def test_collect_env_heeds_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ namespace {
 
 struct Case {
   int64_t batch, queries, heads, kv_heads, dim, page_size, width, window;
+  bool is_tree = false;  // the new tokens are a random tree instead of a chain
 };
 
 struct Attention {
@@ -30,6 +31,17 @@ struct Attention {
     for (int64_t b = 0; b < c.batch; ++b) {
       lengths.push_back(static_cast<int32_t>(c.width * c.page_size - b * 7 > 0 ? c.width * c.page_size - b * 7 : 0));
     }
+    for (int64_t b = 0; c.is_tree && b < c.batch; ++b) {
+      const std::size_t first = depths.size();
+      for (int64_t t = 0; t < c.queries; ++t) {
+        const int64_t parent = t == 0 ? -1 : static_cast<int64_t>(random() % t);
+        for (int64_t j = 0; j < c.queries; ++j) {  // what its parent sees, and itself
+          const bool inherited = parent >= 0 && seen[(b * c.queries + parent) * c.queries + j];
+          seen.push_back(j == t || inherited);
+        }
+        depths.push_back(parent < 0 ? 0 : depths[first + parent] + 1);
+      }
+    }
     out.assign(q.size(), -1);
     pool_dims = {1, 2, c.kv_heads, num_pages, c.page_size, c.dim};
   }
@@ -43,7 +55,9 @@ struct Attention {
                  {v_new.data(), XLA_FFI_DataType_F32, k_dims},
                  {pool.data(), XLA_FFI_DataType_F32, pool_dims},
                  {tables.data(), XLA_FFI_DataType_S32, {c.batch, c.width}},
-                 {lengths.data(), XLA_FFI_DataType_S32, {c.batch}}},
+                 {lengths.data(), XLA_FFI_DataType_S32, {c.batch}},
+                 {seen.data(), XLA_FFI_DataType_U8, {static_cast<int64_t>(seen.size())}},
+                 {depths.data(), XLA_FFI_DataType_S32, {static_cast<int64_t>(depths.size())}}},
                 {{out.data(), XLA_FFI_DataType_F32, q_dims}},
                 {{"layer", int64_t{0}}, {"scale", kScale}, {"window", c.window}}, &threads);
   }
@@ -62,11 +76,14 @@ struct Attention {
       for (int64_t t = 0; t < c.queries; ++t) {
         for (int64_t h = 0; h < c.heads; ++h) {
           const int64_t kv = h / (c.heads / c.kv_heads), last = lengths[b] + t;
-          const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, last - c.window + 1);
+          const int64_t position = c.is_tree ? lengths[b] + depths[b * c.queries + t] : last;
+          const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, position - c.window + 1);
           const int64_t at = ((b * c.queries + t) * c.heads + h) * c.dim;
           std::vector<double> wanted(c.dim);
           double sum = 0;
           for (int64_t p = first; p <= last; ++p) {
+            const int64_t fresh = p - lengths[b];
+            if (c.is_tree && fresh >= 0 && !seen[(b * c.queries + t) * c.queries + fresh]) continue;
             double score = 0;
             for (int64_t d = 0; d < c.dim; ++d) score += q[at + d] * row(0, b, kv, p)[d];
             const double weight = std::exp(score * kScale);
@@ -83,7 +100,8 @@ struct Attention {
   static constexpr float kScale = 0.125f;
   const Case c;
   std::vector<float> q, k_new, v_new, pool, out;
-  std::vector<int32_t> tables, lengths;
+  std::vector<int32_t> tables, lengths, depths;
+  std::vector<uint8_t> seen;
   std::vector<int64_t> pool_dims;
 };
 
@@ -94,6 +112,8 @@ TEST(attention_equals_the_formula_from_several_programs_at_once) {
       {2, 3, 4, 4, 64, 8, 60, 100},  // a window, several queries
       {2, 2, 6, 2, 12, 4, 5, 0},     // odd dimension, one thread
       {1, 1, 2, 1, 32, 1, 300, 0},   // pages of one token, chunks
+      {2, 9, 4, 2, 64, 8, 45, 0, true},    // trees, on threads
+      {2, 6, 4, 2, 32, 4, 20, 30, true},   // trees, a window over the context
   };
   Threads threads;
   for (unsigned t = 0; t < 2; ++t) {
@@ -116,6 +136,13 @@ TEST(attention_refuses_what_would_read_outside_the_pool) {
   attention.tables[1] = 1;
   attention.lengths[0] = 13;
   CHECK(attention.run(pool).find("a length is outside its block table") != std::string::npos);
+}
+
+TEST(attention_refuses_half_a_tree) {
+  ThreadPool pool(1);
+  Attention attention({1, 3, 2, 1, 8, 4, 3, 0, true}, 1);
+  attention.depths.pop_back();
+  CHECK(attention.run(pool).find("a tree needs a mask") != std::string::npos);
 }
 
 TEST(attention_without_memory_is_an_error_of_the_program) {

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter
 from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest
 from jaxserve.core.request import OutputDelta, TokenLogprob
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.speculation_counts import SpeculationCounts
 
 EOS = 257
 
@@ -49,7 +50,8 @@ class ByteTokenizer:
 class ScriptedEngine:
     """Each output is ``script``; a step emits one token per output and takes ``step_s``.
 
-    ``fail_after``: raise EngineDead after so many steps. ``refuse``: raised by ``generate``.
+    ``fail_after``: raise EngineDead after so many steps. ``refuse``: raised by ``generate``. ``speculates``: says
+    with token i that i rows of three drafts were verified, and one draft of each held.
     """
 
     script: str = "Hello"
@@ -69,6 +71,7 @@ class ScriptedEngine:
     dead: str | None = None
     ready: bool = True
     stopped: bool = False
+    speculates: bool = False
 
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -135,7 +138,8 @@ class ScriptedEngine:
                         text, decoders[index] = decoders[index].decode(), b""
                     reason = "stop" if token == EOS else "length" if position == limit - 1 else None
                     logprobs = (self._logprob(token, params.logprobs),) if params.logprobs is not None else ()
-                    yield OutputDelta(request_id, index, text, (token,), logprobs, reason)
+                    counts = SpeculationCounts(3 * position, 2 * position, (0, position)) if self.speculates else None
+                    yield OutputDelta(request_id, index, text, (token,), logprobs, reason, speculation=counts)
                 if aborted.is_set() or (self.error_after is not None and position >= self.error_after):
                     return
             self.running.pop(request_id, None)

@@ -1,10 +1,9 @@
-"""How many drafts are worth it, and the figures that say what came of them."""
+"""How many drafts are worth it."""
 
 from __future__ import annotations
 
 import pytest
 
-from jaxserve.speculative.figures import SpeculationFigures
 from jaxserve.speculative.pacing import MEMORY, Record, StepTimes, best_queries, worth
 
 COSTS = {4: 1.4, 8: 1.8}
@@ -62,14 +61,3 @@ def test_costs_are_measured():
     times.add(4, 2, 0.016)
     times.add(4, 2, 1.0)  # one slow step is not the rule
     assert times.cost(4, 2) == pytest.approx(1.6)
-
-
-def test_figures_written_out():
-    figures = SpeculationFigures()
-    for accepted in (3, 1, 0, 2):
-        figures.verified(3, 3, accepted)
-    assert figures.mean_accepted_length == 2.5 and figures.acceptance_rate == 0.5
-    assert figures.rate_per_position == [0.75, 0.5, 0.25]
-    figures.verified(5, 5, 5)
-    assert figures.rate_per_position == [0.8, 0.6, 0.4, 1.0, 1.0]
-    assert SpeculationFigures().acceptance_rate == SpeculationFigures().mean_accepted_length == 0

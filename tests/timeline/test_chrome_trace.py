@@ -61,6 +61,22 @@ def test_every_step_is_planned_launched_executed_collected_and_committed(recorde
     assert not [e for e in slices(trace) if e.get("args", {}).get("still_open")]
 
 
+def test_verify_steps_say_how_many_drafts_held(recorded: Any) -> None:
+    """NGRAM has seen these answers before, so nearly all of its drafts hold."""
+    run = recorded(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_adaptive=False,
+                   speculative_ngram_capacity=10_000)  # fmt: skip
+    assert problems(run.trace) == []
+    plans = {e["args"]["step"]: e["args"] for e in slices(run.trace, "plan ", mode="TARGET_VERIFY")}
+    executions = {e["args"]["step"]: e["args"] for e in slices(run.trace, "target_verify ")}
+    commits = {e["args"]["step"]: e["args"] for e in slices(run.trace, "commit ") if "accepted" in e["args"]}
+    assert plans.keys() == executions.keys() == commits.keys() and plans
+    for step, plan in plans.items():
+        assert executions[step]["drafted"] == plan["drafted"] >= commits[step]["accepted"]
+        assert executions[step]["tokens_per_row"] == 4 and executions[step]["mode"] == "TARGET_VERIFY"
+        assert commits[step]["tokens"] == commits[step]["accepted"] + plan["batch"]
+    assert sum(commit["accepted"] for commit in commits.values()) >= 10
+
+
 def test_arrows_say_who_waited_for_whom(recorded: Any) -> None:
     found = arrows(recorded().trace)
     stream, execution, host = "schedule stream/fences", "executions/target", "host/MainThread"
