@@ -68,11 +68,11 @@ def _speed_ups(panel: Axes, found: dict[str, Any]) -> None:
 def _finding(found: dict[str, Any]) -> str:
     way = next(way for way in found["settings"]["ways"] if way != "plain")
     parts = []
-    for repeats, text in ((True, "on text that repeats itself"), (False, "on text that does not")):
+    for repeats, text in ((True, "where text repeats itself"), (False, "where it does not")):
         ratios = [median(cell["ways"][way]["ratio"]) for cell in found["cells"] if cell["repeats"] is repeats]
         if ratios:
             parts.append(f"{min(ratios):.2f} to {max(ratios):.2f} {text}")
-    return f"{way} decodes {', '.join(parts)}\n(times plain decoding; the same tokens)"
+    return f"{way}, times plain decoding (the same tokens):\n{', '.join(parts)}"
 
 
 def _costs(panel: Axes, found: dict[str, Any]) -> None:
@@ -92,7 +92,7 @@ def _costs(panel: Axes, found: dict[str, Any]) -> None:
     panel.axhline(1, color=INK, linewidth=1)
     panel.set_xticks(sizes)
     panel.set_ylim(0, 1.15 * max(2.0, *(median(each["ratio"]) for each in found["verify"])))
-    panel.set_xlabel("tokens verified per sequence (1: a step that is not overlapped)")
+    panel.set_xlabel("tokens verified per sequence\n(1: a step that is not overlapped)")
     panel.set_ylabel("step time, times an overlapped decode step")
     panel.set_title("What a verify step costs", weight="bold", fontsize=9.5)
     panel.legend(frameon=False, fontsize=8)
