@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import oracle
+import own_algorithm
 import own_backend
 import own_model
 import own_model_checkpoint
@@ -64,3 +66,18 @@ def test_a_backend_that_declares_nothing_gets_the_coarse_fence(backends):
 def test_a_backend_that_declares_its_read_end_gets_the_fine_fence(backends):
     _, results = backends
     assert set(results["plain-audited"][1]) == {("fine", "marker")}
+
+
+def test_an_own_algorithm_equals_a_full_recompute(backends, capsys):
+    folder, _ = backends
+    tokens = own_algorithm.main(str(folder))
+    wanted = expected(folder, "one two three one two three one two", 24)
+    assert tokens == {None: wanted, "prompt-lookup": wanted}
+    assert "the same tokens" in capsys.readouterr().out
+
+
+def test_prompt_lookup_drafts_what_followed():
+    lookup = own_algorithm.PromptLookup(None)
+    contexts = [np.array(c, np.int32) for c in ([1, 2, 3, 4, 1, 2, 5, 1, 2], [7], [7, 7], [1, 2, 3], [4, 4, 4])]
+    tokens, _, counts = lookup.propose(contexts, 2)
+    assert counts.tolist() == [2, 0, 0, 0, 1] and tokens[[0, 4]].tolist() == [[5, 1], [4, 0]]

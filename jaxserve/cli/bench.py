@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
     summary = "four ways to bring control rows to the device: upload, functional update, in place behind either fence"
     fence = benches.add_parser("fence", help=summary, description=f"Measures {summary}.")
-    fence.set_defaults(parser=fence)
+    fence.set_defaults(parser=fence, bench=run_fence)
     fence.add_argument("--quick", action="store_true", help="about a minute instead of about a quarter of an hour")
     fence.add_argument("--model", metavar="MODEL", help="take this checkpoint's sizes instead of smollm2-135m's; "
                        "'default', a Hugging Face folder, or a .gguf file")  # fmt: skip
     fence.add_argument(
         "--models", type=_names, metavar="NAME,NAME", help="only these: tiny, small, medium, smollm2-135m"
     )
-    fence.add_argument("--batches", type=int_list, metavar="N,N", help="sequences that decode together")
     fence.add_argument("--sizes", type=_sizes, metavar="SxP,SxP", help="shared rows: S slots of P pages, like 64x512")
-    fence.add_argument("--rounds", type=int, metavar="N", help="measurements of each way")
-    fence.add_argument("--tokens", type=int, metavar="N", help="tokens of each sequence")
-    fence.add_argument("--max-seconds", type=float, metavar="S", help="begin nothing more after this")
-    fence.add_argument("--json", type=Path, metavar="FILE", help="write every number")
-    fence.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table of every way")
-    fence.add_argument("--plot", type=Path, metavar="FILE", help=f"draw it: {', '.join(PLOTS)}; needs jaxserve[plot]")
+    _add_common(fence)
+    summary = "speculation beside plain decoding, on text that repeats itself and on text that does not"
+    spec = benches.add_parser("spec", help=summary, description=f"Measures {summary}.")
+    spec.set_defaults(parser=spec, bench=run_spec)
+    spec.add_argument("--quick", action="store_true", help="some two minutes instead of some ten")
+    spec.add_argument("--model", metavar="MODEL", help="'default', a Hugging Face folder, or a .gguf file")
+    spec.add_argument("--kinds", type=_commas, metavar="KIND,KIND", help="of text: code edit, JSON records, "
+                      "summary with quotes, open text")  # fmt: skip
+    _add_common(spec)
+
+
+def _add_common(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--batches", type=int_list, metavar="N,N", help="sequences that decode together")
+    bench.add_argument("--rounds", type=int, metavar="N", help="measurements of each way")
+    bench.add_argument("--tokens", type=int, metavar="N", help="tokens of each sequence")
+    bench.add_argument("--max-seconds", type=float, metavar="S", help="begin nothing more after this")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every number")
+    bench.add_argument("--table", type=Path, metavar="FILE", help="write a Markdown table of every way")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help=f"draw it: {', '.join(PLOTS)}; needs jaxserve[plot]")
+
+
+def _commas(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -55,23 +72,57 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: a value out of range, or a file that could not be written later.
-        JaxserveError: the ways disagree about greedy tokens.
+        JaxserveError: the ways disagree about tokens.
     """
     _check_files(arguments)
+    arguments.bench(arguments)
+    return 0
+
+
+def run_fence(arguments: argparse.Namespace) -> None:
+    """``jaxserve bench fence``."""
     from jaxserve.bench import fence, fence_report  # imports jax
 
-    sweep = _sweep(arguments)
-    found = fence.measure(sweep, lambda message: print(message, file=sys.stderr, flush=True))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if arguments.table:
-        arguments.table.write_text(fence_report.whole(found), encoding="utf-8")
+    found = fence.measure(_sweep(arguments), _say)
+    _write(arguments, found, fence_report.whole)
     if arguments.plot:
         from jaxserve.bench.fence_plot import draw
 
         draw(found, arguments.plot)
     print(fence_report.summary(found))
-    return 0
+
+
+def run_spec(arguments: argparse.Namespace) -> None:
+    """``jaxserve bench spec``."""
+    from jaxserve.bench import speculation, speculation_report  # imports jax
+
+    sweep = speculation.QUICK if arguments.quick else speculation.Sweep()
+    found = speculation.measure(dataclasses.replace(sweep, **_given(arguments, ("model", "kinds"))), _say)
+    _write(arguments, found, speculation_report.whole)
+    if arguments.plot:
+        from jaxserve.bench.speculation_plot import draw
+
+        draw(found, arguments.plot)
+    print(speculation_report.whole(found))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _write(arguments: argparse.Namespace, found: dict[str, Any], as_table: Callable[[dict[str, Any]], str]) -> None:
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if arguments.table:
+        arguments.table.write_text(as_table(found), encoding="utf-8")
+
+
+def _given(arguments: argparse.Namespace, own: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields of a sweep that flags change."""
+    fields = {"batches": "batches", "rounds": "rounds", "max_tokens": "tokens", "max_seconds": "max_seconds"}
+    fields |= {name: name for name in own}
+    values = {field: getattr(arguments, flag) for field, flag in fields.items()}
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
@@ -103,11 +154,7 @@ def _sweep(arguments: argparse.Namespace) -> Any:
         if unknown or not arguments.models:
             raise ConfigError(f"--models: unknown {', '.join(unknown)}; known are {', '.join(known)}")
         chosen = {name: known[name] for name in arguments.models}
-    changes: dict[str, Any] = {"models": chosen}
+    changes: dict[str, Any] = {"models": chosen} | _given(arguments)
     if arguments.sizes is not None:
         changes["sizes"] = tuple(fence.TableSize(*size) for size in arguments.sizes)
-    for field, value in (("batches", arguments.batches), ("rounds", arguments.rounds), ("max_tokens", arguments.tokens),
-                         ("max_seconds", arguments.max_seconds)):  # fmt: skip
-        if value is not None:
-            changes[field] = value
     return dataclasses.replace(sweep, **changes)

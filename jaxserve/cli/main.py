@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxserve.cli import bench, chat, check_programs, collect_env, generate, serve, trace
+from jaxserve.cli import bench, chat, check_lossless, check_programs, collect_env, generate, serve, trace
 from jaxserve.cli.parser import Parser
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.server.version import version
@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": chat,
     "trace": trace,
     "check-programs": check_programs,
+    "check-lossless": check_lossless,
     "bench": bench,
     "collect-env": collect_env,
 }

@@ -6,6 +6,7 @@ come from (seed, position) alone, so they do not depend on the batch, the row, o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,14 +87,16 @@ def filtered_logits(logits: jax.Array, floats: jax.Array, ints: jax.Array) -> ja
     return jnp.where((scaled >= jnp.log(min_p)) | (scaled == 0.0), scaled, -jnp.inf)
 
 
+def gumbel_noise(seed_low: jax.Array, seed_high: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """float32[V] that decides the draw of the token that will stand at ``position``; all int32[]."""
+    key = jax.random.fold_in(jax.random.key(seed_low.astype(jnp.uint32)), seed_high)
+    return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
+
+
 def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
     """One token int32[R] per row from filtered logits [R, V]; ``positions`` int32[R]: where the tokens will stand."""
-
-    def noise(seed_low, seed_high, position):
-        key = jax.random.fold_in(jax.random.key(seed_low.astype(jnp.uint32)), seed_high)
-        return jax.random.gumbel(jax.random.fold_in(key, position), logits.shape[-1:], jnp.float32)
-
-    gumbel = jax.vmap(noise)(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)
+    noise = jax.vmap(functools.partial(gumbel_noise, vocab=logits.shape[-1]))
+    gumbel = noise(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)
     return jnp.argmax(logits + gumbel, -1).astype(jnp.int32)
 
 

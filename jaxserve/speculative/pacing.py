@@ -19,7 +19,8 @@ PRIOR_HITS, PRIOR_TRIALS = 0.8, 2.0  # a new sequence's p is 0.4: too little to 
 MEMORY = 24.0  # trials after which older ones count less
 GAIN_WANTED = 1.05  # drafts must promise this much over the plain step: their cost and chance are estimates
 SAMPLES = 9  # step times kept per size; their median is used
-PRIOR_COST_PER_TOKEN = 0.05  # of a plain step, for sizes that have not run yet: low, so that they are tried
+PRIOR_COST_PER_TOKEN = 0.05  # of a plain step, for sizes that have hardly run yet: low, so that they are tried
+LEAST_SAMPLES = 3  # before they are believed: a size whose first step was slow by chance would never be tried again
 
 
 @dataclass
@@ -78,7 +79,7 @@ class StepTimes:
         if queries == 1:
             return 1.0
         wide, plain = self._seconds.get((queries, batch)), self._seconds.get((1, batch))
-        if not wide or not plain:
+        if not wide or not plain or len(wide) < LEAST_SAMPLES:
             return 1 + PRIOR_COST_PER_TOKEN * (queries - 1)
         return statistics.median(wide) / statistics.median(plain)
 

@@ -40,6 +40,7 @@ class Speculation:
         self._num_ids = num_ids
         self.is_adaptive = is_adaptive
         self._records: dict[Sequence, Record] = {}
+        self._observed: set[Sequence] = set()  # their prompts, too
         self._sent: dict[Sequence, DraftTree] = {}  # of the step in flight
         self._watch = AcceptanceWatch(algorithm.name)
 
@@ -82,7 +83,9 @@ class Speculation:
 
     def committed(self, sequence: Sequence, num_new: int) -> VerifiedRow | None:
         """The last ``num_new`` tokens of a sequence were committed; returns what came of its drafts, if it had any."""
-        is_new = sequence not in self._records
+        # Not from the records: with overlap a step is planned, and a record made, before the first token is known.
+        is_new = sequence not in self._observed
+        self._observed.add(sequence)
         record = self._record(sequence)
         tree = self._sent.pop(sequence, None)
         row = None
@@ -101,6 +104,7 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended."""
         self._records.pop(sequence, None)
+        self._observed.discard(sequence)
         self._sent.pop(sequence, None)
 
     def _record(self, sequence: Sequence) -> Record:

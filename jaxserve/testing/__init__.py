@@ -10,6 +10,8 @@ from jaxserve.testing.algorithm_conformance import (
 )
 from jaxserve.testing.conformance import backend_conformance, examine_backend
 from jaxserve.testing.conformance_report import ConformanceError, ConformanceReport, Violation
+from jaxserve.testing.lossless import Draws, check_lossless, examine_lossless
+from jaxserve.testing.lossless_report import Comparison, Difference, Distribution, LosslessError, LosslessReport
 
 if TYPE_CHECKING:
     from jaxserve.testing.race_fixture import race_check
@@ -17,13 +19,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AlgorithmConformanceError",
     "AlgorithmReport",
+    "Comparison",
     "ConformanceError",
     "ConformanceReport",
+    "Difference",
+    "Distribution",
+    "Draws",
+    "LosslessError",
+    "LosslessReport",
     "Violation",
     "algorithm_conformance",
     "backend_conformance",
+    "check_lossless",
     "examine_algorithm",
     "examine_backend",
+    "examine_lossless",
     "race_check",
 ]
 

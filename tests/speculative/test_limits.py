@@ -162,3 +162,19 @@ def test_an_abort_in_flight_leaves_the_others_alone(engine, right_tokens):
         engine.scheduler.check_integrity()
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
     assert not engine.scheduler.speculation._records and not engine.scheduler.speculation._sent
+
+
+@pytest.mark.parametrize("disable_overlap_schedule", [False, True])
+@pytest.mark.parametrize("speculative_adaptive", [False, True])
+def test_a_prompt_is_observed_once_and_whole(tiny_model, prophets, disable_overlap_schedule, speculative_adaptive):
+    engine = make_engine(
+        tiny_model, speculative_algorithm="PROPHET", speculative_adaptive=speculative_adaptive,
+        disable_overlap_schedule=disable_overlap_schedule,
+    )  # fmt: skip
+    seen: list[int] = []
+    engine.scheduler.speculation.algorithm.observe = lambda ids, num_new: seen.extend(ids[-num_new:])
+    prompt = list(b"a prompt of several chunks, all of it new")
+    tokens = tokens_of(serve(engine, prompt, "r", max_tokens=9))
+    assert seen == prompt + tokens
+    assert not engine.scheduler.speculation._observed
+    engine.close()

@@ -53,9 +53,11 @@ def test_costs_are_measured():
     times = StepTimes()
     guessed = times.cost(4, 2)
     times.add(1, 2, 0.010)
+    times.add(4, 2, 0.9)  # a first step may be slow by chance
+    assert times.cost(4, 2) == guessed
+    times.add(4, 2, 0.016)
     times.add(4, 2, 0.016)
     assert times.cost(4, 2) == pytest.approx(1.6) and times.cost(4, 8) == guessed and times.cost(1, 8) == 1
-    for _ in range(4):
-        times.add(4, 2, 0.016)
+    times.add(4, 2, 0.016)
     times.add(4, 2, 1.0)  # one slow step is not the rule
     assert times.cost(4, 2) == pytest.approx(1.6)
