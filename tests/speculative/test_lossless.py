@@ -29,7 +29,7 @@ DRAFT_STALL = {
 
 
 # Where drafts are read depends on the source of the other rows; the rest is tried with one algorithm.
-ROW_SOURCES = ("native", "native, page size 1", "planned", "xla-live", "xla, no marker")
+ROW_SOURCES = ("native", "planned", "xla, no marker")
 CASES = [("LIVE-PROPHET", name) for name in CONFIGURATIONS]
 CASES += [(algorithm, name) for algorithm in ("PROPHET", "TREE-PROPHET") for name in ROW_SOURCES]
 
