@@ -38,7 +38,7 @@ from jaxserve.testing.poison import Poison
 
 NUM_DRAFT_TOKENS = 6
 CONTEXT, SLOTS = 128, 3
-STALL_US = 2000
+STALL_US = 6000  # of acceptance: long enough for the schedule stream to wake and write on a busy machine
 ACCEPTANCE_POINT = "drafts.before_acceptance"
 
 
