@@ -13,6 +13,7 @@ from jaxserve.runner.step_program import DraftForm, DraftRows
 from jaxserve.speculative import registry
 from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
 from jaxserve.speculative.ngram import NgramWorker
+from jaxserve.testing.poison import known_future
 
 
 class Prophet(SpeculativeAlgorithm):
@@ -34,10 +35,7 @@ class Prophet(SpeculativeAlgorithm):
     @classmethod
     def future_of(cls, token_ids: list[int]) -> list[int]:
         """What follows; empty for what leads nowhere."""
-        for answer in cls.answers:
-            if answer[: len(token_ids)] == token_ids:
-                return answer[len(token_ids) :]
-        return []
+        return known_future(cls.answers, token_ids)
 
     def slip(self, token: int) -> int:
         """The token, or by chance another."""

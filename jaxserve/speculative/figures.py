@@ -20,7 +20,26 @@ class VerifiedRow(NamedTuple):
     num_accepted: int
 
 
-class RecentFigures(NamedTuple):
+class _Rates:
+    """What follows from counts of rows, drafts and accepted drafts."""
+
+    num_rows: float
+    num_drafted: float
+    num_accepted: float
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the drafts, 0 to 1; 0 before the first."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens a verified row emits on average, the target model's own included; 0 before the first."""
+        return 1 + self.num_accepted / self.num_rows if self.num_rows else 0.0
+
+
+@dataclass(frozen=True)
+class RecentFigures(_Rates):
     """Counts of the newest verified rows; older ones fade. Immutable, so another thread may read it any time."""
 
     num_rows: float = 0.0
@@ -36,19 +55,9 @@ class RecentFigures(NamedTuple):
             keep * (self.num_accepted + row.num_accepted),
         )
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted share of the drafts, 0 to 1; 0 before the first."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens a verified row emits on average, the target model's own included; 0 before the first."""
-        return 1 + self.num_accepted / self.num_rows if self.num_rows else 0.0
-
 
 @dataclass
-class SpeculationFigures:
+class SpeculationFigures(_Rates):
     """Counts of verified rows: one row is one sequence in one verify step.
 
     Raw: accepted drafts are counted as verified, whether or not they are delivered; those behind the token that ended
@@ -80,16 +89,6 @@ class SpeculationFigures:
             for position in range(reached):
                 counts[position] += 1
         self.recent = self.recent.with_row(row)
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted share of the drafts, 0 to 1; 0 before the first."""
-        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens a verified row emits on average, the target model's own included; 0 before the first."""
-        return 1 + self.num_accepted / self.num_rows if self.num_rows else 0.0
 
     @property
     def rate_per_position(self) -> list[float]:

@@ -34,7 +34,7 @@ from jaxserve.runner.step_program import DraftRows
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
 from jaxserve.speculative.registry import find_algorithm, temporarily_registered
 from jaxserve.speculative.trees import depths_of
-from jaxserve.testing.poison import Poison
+from jaxserve.testing.poison import Poison, known_future
 
 NUM_DRAFT_TOKENS = 6
 CONTEXT, SLOTS = 128, 3
@@ -201,7 +201,7 @@ class _Suite:
         try:
             if plain is not None:
                 known = [p + o for outputs in plain for (p, _), o in zip(_workload(), outputs, strict=True)]
-                Poison(engine, lambda token_ids: _future(known, token_ids))
+                Poison(engine, lambda token_ids: known_future(known, token_ids))
                 points.delay(ACCEPTANCE_POINT, STALL_US)
                 self._watch_mailbox(engine)
             outputs = [_run(engine, kind) for kind in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})]
@@ -237,13 +237,6 @@ def _workload() -> list[tuple[list[int], int]]:
     prompts = [random.integers(0, NUM_WORDS, n).tolist() for n in (5, 22, 9)]
     prompts += [(random.integers(0, NUM_WORDS, 4).tolist() * 6)[:21], [3] * 7]
     return list(zip(prompts, (18, 30, 1, 25, 40), strict=True))
-
-
-def _future(known: list[list[int]], token_ids: list[int]) -> list[int]:
-    for whole in known:
-        if whole[: len(token_ids)] == token_ids:
-            return whole[len(token_ids) :]
-    return []
 
 
 def _run(engine: Engine, kind: dict[str, Any]) -> list[list[int]]:

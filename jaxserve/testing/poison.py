@@ -5,12 +5,20 @@ The harshest scheduler the barrier permits: whatever a step still reads behind i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from jaxserve.engine.engine import Engine
+
+
+def known_future(known: Iterable[list[int]], token_ids: list[int]) -> list[int]:
+    """What follows ``token_ids`` in the first of ``known`` that begins with them; empty if none does."""
+    for whole in known:
+        if whole[: len(token_ids)] == token_ids:
+            return whole[len(token_ids) :]
+    return []
 
 
 class Poison:
