@@ -20,6 +20,9 @@ from jaxserve.models.weight_map import Tensors, take, take_rows
 
 # (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; owns the cache, the mask and the 1/sqrt(D) scale.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# (index, x [T, hidden]): the residual stream before layer ``index``; index num_layers: behind the last one, before the
+# final norm. For draft models that build on what the target model computes.
+Observe = Callable[[int, jax.Array], None]
 
 
 def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param[Any]:
@@ -65,13 +68,16 @@ class LlamaForCausalLM(nnx.Module):
         head_shape = (config.vocab_size, config.hidden_size)
         self.lm_head = None if config.tie_word_embeddings else _random(rngs, head_shape, dtype)
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, observe: Observe | None = None
+    ) -> jax.Array:
         """Hidden states after the final norm.
 
         Args:
             token_ids: Int32[T].
             positions: Int32[T], position of each row within its own sequence.
             attend: called once per layer, in order, with q and k after rotary embedding.
+            observe: called with the residual stream before each layer and behind the last one.
 
         Returns:
             Float[T, hidden].
@@ -83,6 +89,8 @@ class LlamaForCausalLM(nnx.Module):
         cos, sin = rope_tables(positions, frequencies)
         x = self.embed_tokens[...][token_ids]
         for index, layer in enumerate(self.layers):
+            if observe is not None:
+                observe(index, x)
             h = rms_norm(x, norms[2 * index], eps)
             qkv = linear(h, layer.qkv_proj[...], _value(layer.qkv_bias))
             q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=1)
@@ -94,6 +102,8 @@ class LlamaForCausalLM(nnx.Module):
             h = rms_norm(x, norms[2 * index + 1], eps)
             gate, up = jnp.split(linear(h, layer.gate_up_proj[...], _value(layer.gate_up_bias)), 2, axis=1)
             x = x + linear(jax.nn.silu(gate) * up, layer.down_proj[...], _value(layer.down_bias))
+        if observe is not None:
+            observe(len(self.layers), x)
         return rms_norm(x, norms[-1], eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
