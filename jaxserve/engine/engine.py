@@ -19,6 +19,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.assembly import assemble
+from jaxserve.engine.control_checks import check_controls
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output import OutputBuilder
 from jaxserve.runner.batch import StepBatch
@@ -200,6 +201,7 @@ class Engine:
                     f"token ids of {param} must be integers in [0, {vocab - 1}], got {wrong[0]!r}",
                     param=param, code="invalid_token",
                 )  # fmt: skip
+        check_controls(params, vocab, self.model_config.eos_token_ids)
         most = self.config.max_running_requests + self.config.max_queued_requests
         if params.n > most:
             raise InvalidRequest(
@@ -241,11 +243,17 @@ class Engine:
                 f"{len(self.scheduler.waiting)} sequences are waiting, the limit is {self.config.max_queued_requests} "
                 "(--max-queued-requests); try again later", status=429,
             )  # fmt: skip
+        if request.constraint is not None and self.config.grammar_backend is None:
+            raise InvalidRequest(
+                "the request constrains its output, but this engine has no programs with token masks; set "
+                "--grammar-backend", code="no_grammar_backend",
+            )  # fmt: skip
+        constraints = [request.constraint() if request.constraint else None for _ in range(request.params.n)]
         self.metrics.accepted(request)
         sequences = []
         for index in range(request.params.n):
             sequence = Sequence(request, index, self._seed(request.params.seed, index), max_total,
-                                list(request.prompt_ids))  # fmt: skip
+                                list(request.prompt_ids), constraint=constraints[index])  # fmt: skip
             self._outputs[sequence] = OutputBuilder(
                 sequence, self.tokenizer, self.model_config.eos_token_ids,
                 speculative=self.scheduler.speculation is not None,

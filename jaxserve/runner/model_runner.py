@@ -16,6 +16,7 @@ from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.completion import CompletionWatcher
+from jaxserve.runner.relay import Relay
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ class ModelRunner:
         shared_read_done_event: the read-done mailbox. The newest event at which a launch's reads of shared rows end, or
             None, which means: use the full-execution fence. A phase clears it when it starts and may publish one event;
             only the barrier takes it, and only from the worker's ``last_shared_read_runner``.
-        pool, relay: KV pool and the newest token of every slot, int32[slots + 1]; donated to each launch in turn.
+        pool, relay: KV pool, and what one launch leaves for the next by slot; donated to each launch in turn.
         newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
         has_marker: whether programs hold the barrier's FFI operations.
     """
@@ -51,7 +52,9 @@ class ModelRunner:
     def _allocate_device_state(self) -> None:
         pass_fault("allocate", "KV pool")
         self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
-        self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
+        num_rows = self.rows.layout.num_slots + 1
+        counts = jnp.zeros((num_rows, self.model.config.vocab_size), jnp.int32)
+        self.relay = Relay(jnp.zeros(num_rows, jnp.int32), counts)
 
     def take_shared_read_done_event(self) -> Event | None:
         """Reads the mailbox and clears it, so that no later barrier can meet an old event."""

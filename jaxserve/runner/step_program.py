@@ -3,7 +3,8 @@
 rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
 tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the draft rows (verify)
 layers     the model's own code; its attention calls come back to the backend
-sampled    logits, sampler; in verify, acceptance; the newest token into the relay
+sampled    logits, what requests do to them, sampler; in verify, acceptance; the newest token into the relay, what is
+           emitted into the token counts
 KV write   every layer's new keys and values, after the last read of the pool; in verify, those of accepted tokens only
 end        the end record: the full-execution fence
 """
@@ -24,6 +25,9 @@ from jaxserve.barrier import ops
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.sampling_params import MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS
+from jaxserve.runner.logit_controls import Controls, TokenMasks, counted
+from jaxserve.runner.relay import Relay
 from jaxserve.runner.sampler import Sampled, sample
 from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geometry
 
@@ -75,6 +79,7 @@ class ProgramKey:
     hold_points: bool = False
     noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
     drafts: DraftForm | None = None  # of TARGET_VERIFY
+    takes_masks: bool = False  # whether launches bring token masks
 
     @property
     def early_drafts(self) -> int:
@@ -98,12 +103,15 @@ class HostInputs(NamedTuple):
         tokens: int32[1, Q] of an EXTEND chunk; int32[B, 1], unused, elsewhere: tokens come from relay and draft rows.
         num_tokens: int32[], valid tokens of an EXTEND chunk.
         relay_slots: int32[B], where the sampled tokens go in the relay: the null slot when nobody needs them.
+        masks: ids that may be chosen behind each of the B * Q tokens (EXTEND: behind its last); None in programs that
+            take none.
     """
 
     row_ids: jax.Array
     tokens: jax.Array
     num_tokens: jax.Array
     relay_slots: jax.Array
+    masks: TokenMasks | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -115,7 +123,7 @@ class StepOutputs(NamedTuple):
     """
 
     pool: PagedKV
-    relay: jax.Array
+    relay: Relay
     sampled: Sampled
     end: jax.Array
     counts: jax.Array | None = None
@@ -131,6 +139,7 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
     shape = key.shape
     from_shared = row_ids is tables[0]
     widths = [shape.table_width, 1, NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS]
+    widths += [MAX_LOGIT_BIAS + MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS]
     widths += [key.early_drafts] * 2 if key.early_drafts else []
     columns = tables[1 : 1 + len(widths)]
     if key.source is RowSource.SNAPSHOT:
@@ -147,8 +156,8 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
             if from_shared:
                 noted += ops.note_reads(ticket, jnp.zeros(1, jnp.int32), tables[:1], [shape.batch], _HERE, slots)
             slots, copies = slots + noted, [copy + noted.astype(copy.dtype) for copy in copies]
-    block_tables, lengths, floats, ints, *drafts = copies
-    return StepRows(slots, block_tables, lengths[:, 0], floats, ints, *drafts)
+    block_tables, lengths, *others = copies
+    return StepRows(slots, block_tables, lengths[:, 0], *others)
 
 
 def read_drafts(
@@ -221,7 +230,7 @@ def make_step_program(
     shape = key.shape
     mode = shape.mode
 
-    def step(leaves, pool: PagedKV, relay, ticket, tables: list[jax.Array], inputs: HostInputs,
+    def step(leaves, pool: PagedKV, relay: Relay, ticket, tables: list[jax.Array], inputs: HostInputs,
              private: tuple[StepRows, StepMetadata] | None) -> StepOutputs:  # fmt: skip
         num_tokens = inputs.num_tokens if mode is ForwardMode.EXTEND else None
         if private is None:
@@ -233,19 +242,21 @@ def make_step_program(
             if key.noted:
                 rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
         live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record, used=set() if key.noted else None)
-        tree = None
+        tree, nodes = None, None
         positions = metadata.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)
         if mode is ForwardMode.EXTEND:
             tokens = inputs.tokens
         else:
-            tokens = relay[rows.slots][:, None]  # [B, Q]
+            tokens = relay.tokens[rows.slots][:, None]  # [B, Q]
         if key.drafts is not None:
             draft_tokens, parents = read_drafts(key, ticket, rows, tables, metadata.lengths, "drafts.before_reads")
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
+            seen = jnp.broadcast_to(jnp.tri(shape.queries, dtype=bool), (shape.batch, shape.queries, shape.queries))
             if key.drafts.is_tree:
                 depths, seen = tree_geometry(parents)
                 tree = Tree(seen, depths)
                 positions = metadata.lengths[:, None] + depths
+            nodes = tokens, seen
         context = AttentionStep(shape, metadata, pool, live, windows, num_tokens, tree)
         keys: list[jax.Array] = []
         values: list[jax.Array] = []
@@ -266,10 +277,14 @@ def make_step_program(
             sampled_positions = (positions + 1).reshape(-1)
             floats = jnp.repeat(rows.sampling_floats, shape.queries, axis=0)
             ints = jnp.repeat(rows.sampling_ints, shape.queries, axis=0)
-        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids)
+        controls = Controls(
+            rows.sampling_floats, rows.sampling_ints, rows.bias_ids, rows.bias_values, sampled_positions,
+            relay.token_counts, rows.slots, nodes, inputs.masks,
+        )  # fmt: skip
+        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids, controls)
         last_read = sampled.tokens[0]
 
-        newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
+        newest, write_pages, counts, is_accepted = sampled.tokens, metadata.write_pages, None, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
             draft_tokens, parents = read_drafts(key, ticket, rows, tables, target, "drafts.before_acceptance")
@@ -279,9 +294,14 @@ def make_step_program(
             keys, values = [[along_path(x, path) for x in fresh] for fresh in (keys, values)]
             is_accepted = jnp.arange(shape.queries, dtype=jnp.int32) < counts[:, None]
             write_pages = jnp.where(is_accepted, write_pages, 0)
-        relay = relay.at[inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots].set(newest)
+        emitting_slots = inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots
+        emitted_tokens = sampled.tokens.reshape(shape.batch, -1)
+        relay = Relay(
+            relay.tokens.at[emitting_slots].set(newest),
+            counted(relay.token_counts, emitting_slots, emitted_tokens, is_accepted),
+        )
         pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
-        results = [pool.data, relay, *sampled, *([] if counts is None else [counts])]
+        results = [pool.data, *relay, *sampled, *([] if counts is None else [counts])]
         end = jnp.zeros(1, jnp.uint32)
         if key.noted:  # a backend that was given live rows may read them as late as XLA likes
             for index, source in sorted(live.used or ()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
@@ -16,8 +17,10 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.count_seeds import CountSeeds
 from jaxserve.runner.demotions import Demotions
 from jaxserve.runner.launch import Launch
+from jaxserve.runner.logit_controls import FREE, MASK_BITS, TokenMasks
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.program_cache import ProgramCache
@@ -58,7 +61,9 @@ class StepRunner:
         self.steps = ProgramCache(
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
-            lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv),
+            lambda key: step_arguments(
+                key, runner.rows.layout, runner.model.leaves, runner.kv, runner.model.config.vocab_size
+            ),
             donate=STEP_DONATES,
             late=on_late_compile,
         )
@@ -69,6 +74,10 @@ class StepRunner:
             donate=(),
             late=on_late_compile,
         )
+        num_rows, vocab_size = runner.rows.layout.num_slots + 1, runner.model.config.vocab_size
+        self._count_seeds = CountSeeds(num_rows, vocab_size, on_late_compile)
+        self._mask_words = ceil_div(vocab_size, MASK_BITS)
+        self._free_masks: dict[int, TokenMasks] = {}  # by rows; nothing has to be sent when nobody is constrained
 
     # -- where reads end -------------------------------------------------------------------------------------------
 
@@ -109,6 +118,7 @@ class StepRunner:
         return ProgramKey(
             shape, source, end_record=self.runner.has_marker, hold_points=config.hold_points, noted=config.race_check,
             drafts=self.drafts if shape.mode is ForwardMode.TARGET_VERIFY else None,
+            takes_masks=config.grammar_backend is not None,
         )  # fmt: skip
 
     def _prep_key(self, shape: StepShape) -> ProgramKey:
@@ -130,7 +140,8 @@ class StepRunner:
         steps, preps = self.program_keys()
         self.steps.warm_up(steps, progress)
         self.preps.warm_up(preps, progress)
-        self.steps.warm = self.preps.warm = True
+        self._count_seeds.compile()
+        self.steps.warm = self.preps.warm = self._count_seeds.warm = True
 
     # -- execution -------------------------------------------------------------------------------------------------
 
@@ -177,6 +188,9 @@ class StepRunner:
             key, tables = self._key(shape, source), runner.rows.arrays()
             label = f"{runner.name}, {key.label}"
             pass_fault("launch", "step program")
+            if batch.history is not None:
+                counts = self._count_seeds.counted_anew(runner.relay.token_counts, int(batch.slots[0]), batch.history)
+                runner.relay = runner.relay._replace(token_counts=counts)
             with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label, after) as operand:
                 out = self.steps.call(
                     key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private
@@ -230,7 +244,7 @@ class StepRunner:
         label = f"{runner.name} prep, {key.label}"
         pass_fault("launch", "prep program")
         with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label) as operand:
-            private = self.preps.call(key, operand, runner.rows.arrays(), inputs)
+            private = self.preps.call(key, operand, runner.rows.arrays(), inputs._replace(masks=None))
         if not runner.has_marker:
             try:
                 jax.block_until_ready(
@@ -263,7 +277,8 @@ class StepRunner:
             tokens = np.zeros((1, queries), np.int32)
             tokens[0, :count] = batch.tokens[0]
             relay_slots = batch.slots if batch.samples else np.array([null], np.int32)
-            return shape, HostInputs(batch.slots, tokens, np.int32(count), relay_slots)  # type: ignore[arg-type]
+            masks = self._masks(batch, 1, 1)
+            return shape, HostInputs(batch.slots, tokens, np.int32(count), relay_slots, masks)  # type: ignore[arg-type]
         rows = bucket_for(len(batch.owners), self.buckets.decode_batch)
         queries = 1
         if batch.mode is ForwardMode.TARGET_VERIFY:
@@ -272,7 +287,21 @@ class StepRunner:
         slots = np.full(rows, null, np.int32)
         slots[: len(batch.slots)] = batch.slots
         tokens = np.zeros((rows, 1), np.int32)
-        return shape, HostInputs(slots, tokens, np.int32(queries), slots)  # type: ignore[arg-type]
+        masks = self._masks(batch, rows, queries)
+        return shape, HostInputs(slots, tokens, np.int32(queries), slots, masks)  # type: ignore[arg-type]
+
+    def _masks(self, batch: StepBatch, rows: int, queries: int) -> TokenMasks | None:
+        """The masks of a launch, padded to its bucket."""
+        if self.runner.config.grammar_backend is None:
+            return None
+        if batch.masks is None:
+            if rows * queries not in self._free_masks:
+                words = jnp.full((rows * queries, self._mask_words), FREE, jnp.uint32)
+                self._free_masks[rows * queries] = TokenMasks(words, jnp.int32(0))
+            return self._free_masks[rows * queries]
+        padded = np.full((rows, queries, self._mask_words), FREE, np.uint32)
+        padded[: batch.masks.shape[0], : batch.masks.shape[1]] = batch.masks
+        return TokenMasks(padded.reshape(rows * queries, -1), np.int32(1))  # type: ignore[arg-type]
 
 
 def resolve_read_ends(backend: AttentionBackend, mode: ForwardMode, *, has_marker: bool,

@@ -63,16 +63,20 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
     Raises:
         InvalidRequest: an unknown or unsupported field, or a value out of range.
     """
-    renamed = {"max_new_tokens": "max_tokens", "no_stop_trim": "include_stop_str_in_output"}
+    renamed = {
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "no_stop_trim": "include_stop_str_in_output",
+    }
     for theirs in ("model", "stream", "stream_options", *renamed.values()):
         if theirs in fields:
             message = f"unknown field {theirs!r} in sampling_params"
             raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
-    for name, neutral in (("min_new_tokens", 0), ("regex", None), ("json_schema", None), ("ebnf", None)):
+    for name, neutral in (("regex", None), ("json_schema", None), ("ebnf", None)):
         if fields.get(name) not in (None, neutral):
             message = f"{name} is not supported; leave it out"
             raise InvalidRequest(message, param=f"sampling_params.{name}", code="unsupported_field")
-    dropped = ("min_new_tokens", "regex", "json_schema", "ebnf")
+    dropped = ("regex", "json_schema", "ebnf")
     ours = {renamed.get(name, name): value for name, value in fields.items() if name not in dropped}
     try:
         request = parse_fields(GenerationRequest, ours)

@@ -16,6 +16,7 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
+from jaxserve.runner.relay import Relay
 from jaxserve.runner.step_program import (
     CHAIN,
     DraftForm,
@@ -53,7 +54,7 @@ def step_program(
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
     function = make_step_program(key, backend, model.bind, config.attention_windows)
     layout = RowLayout(batch, width, num_drafts=queries - 1 if verifies else 0)
-    return function, step_arguments(key, layout, model.leaves, kv)
+    return function, step_arguments(key, layout, model.leaves, kv, config.vocab_size)
 
 
 def prep_program(
@@ -79,6 +80,12 @@ def copies_of_shape(hlo_text: str, shape: tuple[int, ...]) -> list[str]:
     return [
         line.strip() for line in hlo_text.splitlines() if re.search(r"= \w+" + re.escape(wanted) + r"\S* copy", line)
     ]
+
+
+def donated_parameters(num_leaves: int) -> dict[str, int]:
+    """Parameter numbers of what a step program donates, by name."""
+    names = ("pool", *(f"relay.{field}" for field in Relay._fields))
+    return {name: num_leaves + i for i, name in enumerate(names)}
 
 
 def aliased_outputs(hlo_text: str) -> list[int]:
