@@ -83,10 +83,8 @@ def test_a_retrace_names_the_argument(warm, position, wrong, named):
     cache = step_runner.steps
     key = cache.keys()[0]
     arguments = list(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), cache._arguments(key)))
-    if wrong == "relay":
-        wrong = arguments[position]._replace(tokens=np.zeros(9, np.int32))
-    elif isinstance(wrong, str):
-        wrong = arguments[position]._replace(tokens=np.zeros((1, 99), np.int32))
+    if isinstance(wrong, str):
+        wrong = arguments[position]._replace(tokens=np.zeros(9 if wrong == "relay" else (1, 99), np.int32))
     arguments[position] = wrong
     with pytest.raises(RetraceError, match=named):
         cache.call(key, *arguments)
