@@ -106,7 +106,7 @@ class EngineConfig:
     speculative_ngram_capacity: int = 1_000_000
     speculative_ngram_external_corpus_path: str | None = None
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
-    grammar_backend: str | None = None
+    grammar_backend: str | None = "llguidance"
     seed: int | None = None
     fence_timeout_s: float = 60.0
     compilation_cache_dir: str | None = None

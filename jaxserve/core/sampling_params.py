@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.core.errors import InvalidRequest
+from jaxserve.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20  # most alternatives reported per token (the OpenAI limit)
 MAX_N = 128  # most sequences one request may ask for
@@ -83,6 +84,8 @@ class SamplingParams:
         logit_bias: (token id, -100 .. 100) pairs, or a mapping: added to these tokens' logits. At most 300.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
+        structured_outputs: the form the output must have, see ``StructuredOutputs``; a mapping of its fields will do.
+            Such an output ends at an end-of-sequence id whatever ``ignore_eos`` says.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
 
@@ -106,6 +109,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -139,6 +143,8 @@ class SamplingParams:
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         _check_number("repetition_penalty", self.repetition_penalty, low, high, f"a number in [{low}, {high:g}]")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63-1]")
         _check_int("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]")

@@ -12,7 +12,13 @@ class TokenConstraint(ABC):
 
     The scheduler asks for the mask of every step, and moves the constraint on with every token that is committed. For
     draft tokens it moves on along each path of the tree, asks, and rolls back.
+
+    Attributes:
+        error: why nothing more can be said of the output, which then ends with it; None: all is well. A limit met on
+            the way is said here, not raised: it concerns one output, and a step serves many.
     """
+
+    error: str | None = None
 
     @abstractmethod
     def fill_mask(self, words: np.ndarray) -> None:

@@ -39,6 +39,8 @@ class OutputBuilder:
         token = committed.token_id
         if not committed.finite:
             return self.end("error", error="the model produced logits that are not numbers for this request")
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            return self.end("error", error=f"the grammar cannot be followed any further: {sequence.constraint.error}")
         text = ""
         stop_reason: int | str | None = None
         reason: FinishReason | None = None

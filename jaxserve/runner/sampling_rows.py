@@ -50,7 +50,8 @@ def sampling_row(
 
 def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Ids that end an output, each once."""
-    return tuple(dict.fromkeys((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))))
+    ends = params.structured_outputs is not None or not params.ignore_eos
+    return tuple(dict.fromkeys((*params.stop_token_ids, *(eos_token_ids if ends else ()))))
 
 
 def bias_row(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> BiasRow | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from jaxserve.core.errors import InvalidRequest
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.server.engine_protocol import EngineLike
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
@@ -47,3 +50,9 @@ def _response_format(value: Any) -> StructuredOutputs | None:
         'response_format must be {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": '
         f'{{"name": "...", "schema": {{...}}}}}}, got {value!r}', param=param, code="invalid_value",
     )  # fmt: skip
+
+
+async def compile_grammar(engine: EngineLike, params: SamplingParams) -> None:
+    """Has the grammar of a request compiled without holding up the event loop. Raises InvalidRequest."""
+    if params.structured_outputs is not None:
+        await asyncio.to_thread(engine.check_controls, params)

@@ -26,7 +26,6 @@ class GrammarConstraint(TokenConstraint):
     def __init__(self, matcher: Any, eos_token_ids: tuple[int, ...]):
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
-        self.error: str | None = None
 
     def fill_mask(self, words: np.ndarray) -> None:
         if not words.flags.c_contiguous or words.dtype != np.uint32:
@@ -99,7 +98,9 @@ class Grammars:
 
     def _vocabulary(self, llguidance: Any) -> Any:
         if not self._eos_token_ids:
-            raise ConfigError("the model names no end-of-sequence token, so no grammar could end; set it in config.json")
+            raise ConfigError(
+                "the model names no end-of-sequence token, so no grammar could end; set it in config.json"
+            )
         text = self._tokenizer.backend.to_str()
         try:
             return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids))
@@ -129,6 +130,7 @@ def _source(llguidance: Any, wanted: StructuredOutputs) -> str:
         return make.grammar_from_lark(f"start: {alternatives}")
     from llguidance.gbnf_to_lark import any_to_lark
 
+    assert wanted.grammar is not None
     try:
         return make.grammar_from_lark(any_to_lark(wanted.grammar))
     except Exception as error:  # a parser's: of several kinds
