@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepMetadata, StepRows, StepShape
@@ -296,8 +295,8 @@ class StepRunner:
             return None
         if batch.masks is None:
             if rows * queries not in self._free_masks:
-                words = jnp.full((rows * queries, self._mask_words), FREE, jnp.uint32)
-                self._free_masks[rows * queries] = TokenMasks(words, jnp.int32(0))
+                words = np.full((rows * queries, self._mask_words), FREE, np.uint32)
+                self._free_masks[rows * queries] = TokenMasks(*jax.device_put((words, np.int32(0))))
             return self._free_masks[rows * queries]
         padded = np.full((rows, queries, self._mask_words), FREE, np.uint32)
         padded[: batch.masks.shape[0], : batch.masks.shape[1]] = batch.masks

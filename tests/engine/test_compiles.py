@@ -47,6 +47,7 @@ def test_nothing_compiles_after_warm_up(warm):
     for extra in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 2**63 - 1}, {"logprobs": 0},
                   {"logprobs": 20}, {"n": 3}, {"stop": ("ab",)}, {"stop_token_ids": (5,)},
                   {"frequency_penalty": 1.0}, {"repetition_penalty": 2.0, "logit_bias": {5: 9}, "min_tokens": 2},
+                  {"structured_outputs": {"regex": "[a-z]{9}"}},
                   {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 2, "n": 2}):  # fmt: skip
         generate(warm, [(prompt_of(5), SamplingParams(**sampled, **extra)), (prompt_of(6), greedy(2))])
     request_id = add(warm, prompt_of(30), greedy(5))

@@ -104,9 +104,7 @@ UNSUPPORTED = [
     ("echo", True),
     ("tools", [{"type": "function"}]),
     ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}),
     ("suffix", "end"),
-    ("guided_json", {}),
     ("cache_salt", "a"),
     ("prompt_logprobs", 1),
 ]
