@@ -15,7 +15,7 @@ put together again inside ``jax.jit``, where it costs nothing::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,32 +60,48 @@ def load_model(checkpoint: Checkpoint, dtype: Any) -> LoadedModel:
 
     Raises:
         ModelLoadError: an unknown architecture; a tensor that is missing, of the wrong shape, or not used by the model.
-            A head beside a tied embedding and rotary buffers may be present and are ignored.
+            A head beside a tied embedding, rotary buffers and the tensors of drafts may be present and are ignored.
     """
     config = checkpoint.model_config
     registered = registered_model_for(config)
-    graphdef, treedef, wanted = _abstract(registered.model_class, config, dtype)
-    tensors = _RecordedTensors(checkpoint.tensors)
-    found: dict[str, jax.Array] = {}
+    tensors = RecordedTensors(checkpoint.tensors)
     try:
-        for path, value in registered.weight_map(config, tensors):
-            if path in found:
-                raise ModelLoadError(f"the weight map gives parameter {path} twice")
-            if path not in wanted:
-                raise ModelLoadError(f"{path} is not a parameter of {config.architecture}")
-            if value.shape != wanted[path].shape:
-                raise ModelLoadError(
-                    f"parameter {path} has shape {list(value.shape)}, the model wants {list(wanted[path].shape)}"
-                )
-            found[path] = _on_device(value, wanted[path].dtype)
-        _refuse("parameters without a tensor", [path for path in wanted if path not in found])
+        loaded = fill_model(registered.model_class, config, dtype, registered.weight_map(config, tensors))
         unused = [n for n in tensors if n not in tensors.read and not n.endswith(_IGNORED_SUFFIX)]
-        _refuse(
+        unused = [n for n in unused if not n.startswith(registered.draft_prefixes)]
+        refuse(
             f"tensors that {config.architecture} does not use",
             [n for n in unused if not (config.tie_word_embeddings and n == "lm_head.weight")],
         )
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
+    return loaded
+
+
+def fill_model(
+    model_class: Any, config: ModelConfig, dtype: Any, parameters: Iterable[tuple[str, np.ndarray | jax.Array]]
+) -> LoadedModel:
+    """A model with the given parameters, each by its path.
+
+    Args:
+        parameters: host arrays are cast and put on the device; device arrays, such as another model's, are shared.
+
+    Raises:
+        ModelLoadError: a parameter that is missing, given twice, unknown or of the wrong shape.
+    """
+    graphdef, treedef, wanted = _abstract(model_class, config, dtype)
+    found: dict[str, jax.Array] = {}
+    for path, value in parameters:
+        if path in found:
+            raise ModelLoadError(f"the weight map gives parameter {path} twice")
+        if path not in wanted:
+            raise ModelLoadError(f"{path} is not a parameter of {config.architecture}")
+        if value.shape != wanted[path].shape:
+            raise ModelLoadError(
+                f"parameter {path} has shape {list(value.shape)}, the model wants {list(wanted[path].shape)}"
+            )
+        found[path] = value if isinstance(value, jax.Array) else _on_device(value, wanted[path].dtype)
+    refuse("parameters without a tensor", [path for path in wanted if path not in found])
     return LoadedModel(graphdef, treedef, [found[path] for path in wanted], config)
 
 
@@ -133,13 +149,14 @@ def _on_device(value: np.ndarray, dtype: Any) -> jax.Array:
     return jax.device_put(value if owned else np.array(value, dtype=dtype, order="C"))
 
 
-def _refuse(what: str, names: list[str]) -> None:
+def refuse(what: str, names: list[str]) -> None:
+    """Raises ModelLoadError when there are any ``names``; lists the first of them."""
     if names:
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         raise ModelLoadError(f"{what}: {', '.join(names[:_NUM_NAMED])}{more}")
 
 
-class _RecordedTensors(Mapping[str, np.ndarray]):
+class RecordedTensors(Mapping[str, np.ndarray]):
     """Tensors that remember which of them were read."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray]):
