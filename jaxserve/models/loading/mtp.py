@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import jax
-
 from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import Checkpoint
-from jaxserve.models.loading.weights import LoadedModel, RecordedTensors, fill_model, refuse
+from jaxserve.models.loading.weights import (
+    LoadedModel,
+    RecordedTensors,
+    abstract_parameters,
+    fill_parameters,
+    refuse_names,
+)
 from jaxserve.models.mimo_v2_mtp import MiMoV2MTPLayer, mtp_config, mtp_weight_map
 
 _NUMBER = re.compile(r"model\.mtp\.layers\.(\d+)\.")
@@ -19,7 +23,8 @@ _ARCHITECTURE = "MiMoV2FlashForCausalLM"
 def load_mtp_layers(checkpoint: Checkpoint, target: LoadedModel, dtype: Any) -> list[LoadedModel]:
     """The MTP layers in a checkpoint, first the one that drafts the nearest token.
 
-    Embedding and head are the target's arrays, not copies.
+    Args:
+        dtype: of the layers' own weights; embedding and head are the target's arrays, not copies.
 
     Raises:
         ModelLoadError: the checkpoint has no MTP layers, or not those of ``target``; tensors that are missing, of the
@@ -47,7 +52,7 @@ def load_mtp_layers(checkpoint: Checkpoint, target: LoadedModel, dtype: Any) -> 
         if numbers != list(range(len(numbers))):
             raise ModelLoadError(f"MTP layers must be numbered from 0 without gaps, found {numbers}")
         layers = [_load(number, tensors, target, dtype) for number in numbers]
-        refuse("tensors that MTP layers do not use", [name for name in names if name not in tensors.read])
+        refuse_names("tensors that MTP layers do not use", [name for name in names if name not in tensors.read])
     except ModelLoadError as error:
         raise ModelLoadError(f"{checkpoint.path}: {error}") from error
     return layers
@@ -55,9 +60,7 @@ def load_mtp_layers(checkpoint: Checkpoint, target: LoadedModel, dtype: Any) -> 
 
 def _load(number: int, tensors: RecordedTensors, target: LoadedModel, dtype: Any) -> LoadedModel:
     config = mtp_config(target.config)
-    shared = target.bind(target.leaves)
-    parameters: list[tuple[str, Any]] = [("embed_tokens", shared.embed_tokens[...])]
-    if not config.tie_word_embeddings:
-        parameters.append(("lm_head", shared.lm_head[...]))
-    assert all(isinstance(value, jax.Array) for _, value in parameters)
-    return fill_model(MiMoV2MTPLayer, config, dtype, [*parameters, *mtp_weight_map(config, number, tensors)])
+    graphdef, treedef, wanted = abstract_parameters(MiMoV2MTPLayer, config, dtype)
+    found = {path: leaf for path in ("embed_tokens", "lm_head") if (leaf := target.leaf(path)) is not None}
+    found |= fill_parameters(wanted, mtp_weight_map(config, number, tensors), f"MTP layer {number}")
+    return LoadedModel(graphdef, treedef, [found[path] for path in wanted], config)
