@@ -31,6 +31,7 @@ FORMS = {
     "lark": {"grammar": 'start: "<" /[a-f]+/ ">"'},
 }
 LENGTH = 60
+FEW_PAGES = 24  # as in test_logit_controls.py, whose programs are found again
 
 
 def is_right(name: str, text: str) -> bool:
@@ -78,7 +79,7 @@ def outputs_of(engine):
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    made = make_engine(tiny)
+    made = make_engine(tiny, num_pages=FEW_PAGES)
     yield made
     made.close()
 
@@ -107,7 +108,7 @@ def test_they_are_the_same_however_they_are_made(tiny, plain, settings):
         settings = {**settings, "speculative_adaptive": False, "speculative_num_draft_tokens": 6}
     with registered([[*prompt, *output] for (_, prompt, _), output in zip(requests(), plain, strict=True)]):
         assert Prophet.answers
-        other = make_engine(tiny, **settings)
+        other = make_engine(tiny, num_pages=FEW_PAGES, **settings)
         for _ in range(2):  # NGRAM has seen the outputs the second time
             assert outputs_of(other) == plain
         if other.scheduler.speculation is not None:
