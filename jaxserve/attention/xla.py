@@ -21,6 +21,11 @@ class XlaBackend(AttentionBackend):
     name = "xla"
     supports_trees = True
 
+    def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
+        if forward_mode is ForwardMode.DRAFT_EXTEND:  # audited: the snapshot is all it reads there, too
+            return SharedReadEnds.IN_REPLAY
+        return super().shared_read_ends(forward_mode)
+
     def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         metadata = self.live_metadata(step, layer, q)
         batch, queries, heads, dim = q.shape
@@ -74,7 +79,7 @@ class XlaLiveBackend(XlaBackend):
     reads_live = True
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
-        if forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        if forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
             return SharedReadEnds.POST_REPLAY
         return SharedReadEnds.UNKNOWN
 
