@@ -114,6 +114,11 @@ def pool_pages(
 
 def _checked_form(algorithm: SpeculativeAlgorithm, config: EngineConfig, backend: AttentionBackend) -> DraftForm:
     drafts = algorithm.draft_form(config)
+    if drafts.hands_rows and not backend.supports_trees:
+        raise ConfigError(
+            f"{algorithm.name} drafts blocks whose tokens see each other, but the attention backend {backend.name!r} "
+            "only lets tokens see those before them; choose another backend"
+        )
     if drafts.is_tree and not backend.supports_trees:
         raise ConfigError(
             f"{algorithm.name} drafts trees, but the attention backend {backend.name!r} only verifies chains; "
@@ -159,7 +164,7 @@ def assemble(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size, jnp.dtype(dtype)
     )
     num_ids = min(checkpoint.tokenizer.vocab_size, model_config.vocab_size)
-    algorithm = make_algorithm(AlgorithmContext(config, num_ids, checkpoint.tokenizer.encode))
+    algorithm = make_algorithm(AlgorithmContext(config, num_ids, checkpoint.tokenizer.encode, jnp.dtype(dtype)))
     drafts, draft_kv = CHAIN, 0
     if algorithm is not None:
         drafts = _checked_form(algorithm, config, backend)

@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    LiveRows,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    Tree,
+)
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
 from jaxserve.core.forward_mode import ForwardMode
@@ -119,12 +127,12 @@ def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, extra_en
 
     def prep(ticket, tables: list[jax.Array], inputs: HostInputs, handover: Handover):
         rows = read_rows(key, ticket, tables, inputs.row_ids)
-        return _planned(key, backend, rows, handover, extra_entries)
+        return planned(key, backend, rows, handover, extra_entries)
 
     return prep
 
 
-def _planned(
+def planned(
     key: ProgramKey, backend: AttentionBackend, rows: StepRows, handover: Handover, extra_entries: int
 ) -> tuple[StepRows, StepMetadata]:
     """Rows and metadata of the extend pass: lengths are the target's, and entries that do not count write nowhere."""
@@ -133,6 +141,71 @@ def _planned(
     metadata = backend.prep(rows, shape, None)
     counts_as = jnp.arange(shape.queries, dtype=jnp.int32) < (handover.counts + extra_entries)[:, None]
     return rows, metadata._replace(write_pages=jnp.where(counts_as, metadata.write_pages, 0))
+
+
+class DraftPass:
+    """Forward passes of a draft model inside one program.
+
+    Args:
+        used: see ``LiveRows``; None outside the race check.
+        block_tables: int32[slots + 1, W_max] that backends reading live rows are given.
+    """
+
+    def __init__(self, key: ProgramKey, backend: AttentionBackend, model: Any, windows: tuple[int | None, ...],
+                 rows: StepRows, metadata: StepMetadata, block_tables: jax.Array,
+                 used: set[tuple[int, str]] | None):  # fmt: skip
+        self._key, self._backend, self._model, self._windows = key, backend, model, windows
+        self._rows, self._metadata, self._block_tables, self._used = rows, metadata, block_tables, used
+
+    def __call__(self, pool: PagedKV, lengths: jax.Array, tokens: jax.Array, features: jax.Array | None = None,
+                 tree: Tree | None = None) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
+        """Hidden states [B, Q, H] of Q new tokens behind ``lengths`` int32[B], and their keys and values."""
+        batch, queries = tokens.shape
+        key = self._key
+        shape = StepShape(key.shape.mode, batch, queries, key.shape.table_width, key.shape.page_size)
+        by_slot = jnp.zeros((self._block_tables.shape[0], 1), jnp.int32).at[self._rows.slots].set(lengths[:, None])
+        live = LiveRows(self._rows.slots, self._block_tables, by_slot, ffi=key.end_record, used=self._used)
+        metadata = self._metadata._replace(lengths=lengths)
+        context = AttentionStep(shape, metadata, pool, live, self._windows, None, tree)
+        keys: list[jax.Array] = []
+        values: list[jax.Array] = []
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **extras: Any) -> jax.Array:
+            by_row = [x.reshape(batch, queries, *x.shape[1:]) for x in (q, k, v)]
+            keys.append(by_row[1])
+            values.append(by_row[2])
+            return self._backend.attend(context, layer, *by_row, **extras).reshape(q.shape)
+
+        positions = lengths[:, None] + jnp.arange(queries, dtype=jnp.int32)
+        own = [] if features is None else [features.reshape(batch * queries, -1)]
+        hidden = self._model(tokens.reshape(-1), positions.reshape(-1), *own, attend)
+        return hidden.reshape(batch, queries, -1), keys, values
+
+
+def ids_of(model: Any) -> jax.Array | None:
+    """The target's id of each draft id, int32[draft vocabulary]; None where they are the same."""
+    found = getattr(model, "target_ids", None)
+    return None if found is None else found[...]
+
+
+def read_sign(values: jax.Array) -> jax.Array:
+    """int32[] >= 0 computed from ``values``, for ``PagedKV.write``."""
+    first = jax.lax.bitcast_convert_type(values.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return jnp.bitwise_and(first, 0x7FFFFFFF)
+
+
+def end_of(key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.Array], results: list[jax.Array],
+           used: set[tuple[int, str]] | None) -> jax.Array:  # fmt: skip
+    """The end record, behind everything."""
+    for index, source in sorted(used or ()):
+        if index == 1:  # lengths are no shared rows here
+            width = [key.shape.table_width]
+            results = [*results, ops.note_reads(ticket, rows.slots, [tables[1]], width, source, *results)]
+    if key.end_record:
+        return ops.record_end(ticket, *results)
+    if key.noted:
+        return ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
+    return jnp.zeros(1, jnp.uint32)
 
 
 def make_draft_program(
@@ -147,54 +220,31 @@ def make_draft_program(
     ``draft(leaves, pool, drafted, ticket, tables, inputs, private, handover) -> DraftOutputs``, with pool and drafted
     donated. Its shape is that of the target's program; mode EXTEND behind a prompt chunk, else DRAFT_EXTEND.
     """
-    batch = key.shape.batch
 
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
         if private is None:
             rows = read_rows(key, ticket, tables, inputs.row_ids)
-            rows, metadata = _planned(key, backend, rows, handover, task.extra_entries)
+            rows, metadata = planned(key, backend, rows, handover, task.extra_entries)
         else:
             rows, metadata = private
             if key.noted:
                 rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
         used: set[tuple[int, str]] | None = set() if key.noted else None
         model = bind(leaves)
-
-        def forward(pool: PagedKV, lengths: jax.Array, tokens: jax.Array, features: jax.Array | None) -> Any:
-            """Hidden states [B, Q, H] of Q new tokens behind ``lengths``, and their keys and values."""
-            queries = tokens.shape[1]
-            shape = StepShape(key.shape.mode, batch, queries, key.shape.table_width, key.shape.page_size)
-            by_slot = jnp.zeros((tables[2].shape[0], 1), jnp.int32).at[rows.slots].set(lengths[:, None])
-            live = LiveRows(rows.slots, tables[1], by_slot, ffi=key.end_record, used=used)
-            context = AttentionStep(shape, metadata._replace(lengths=lengths), pool, live, windows, None)
-            keys: list[jax.Array] = []
-            values: list[jax.Array] = []
-
-            def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **extras: Any) -> jax.Array:
-                by_row = [x.reshape(batch, queries, *x.shape[1:]) for x in (q, k, v)]
-                keys.append(by_row[1])
-                values.append(by_row[2])
-                return backend.attend(context, layer, *by_row, **extras).reshape(q.shape)
-
-            positions = lengths[:, None] + jnp.arange(queries, dtype=jnp.int32)
-            own = [] if features is None else [features.reshape(batch * queries, -1)]
-            hidden = model(tokens.reshape(-1), positions.reshape(-1), *own, attend)
-            return hidden.reshape(batch, queries, -1), keys, values
+        forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
 
         tokens, features, counts = entries_of(task, model, handover)
         hidden, keys, values = forward(pool, handover.lengths, tokens, features)
         state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
-        read = jax.lax.bitcast_convert_type(state.reshape(-1)[0].astype(jnp.float32), jnp.int32)
-        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=jnp.abs(read))
+        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
 
         lengths = handover.lengths + counts
         position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
-        target_ids = None if getattr(model, "target_ids", None) is None else model.target_ids[...]
         drafts: list[jax.Array] = []
         states: list[jax.Array] = []
         for depth in range(task.num_drafts):
-            drafts.append(choose(model.logits(state), rows, position + depth, task, target_ids))
+            drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model)))
             if depth + 1 == task.num_drafts:
                 break
             states.append(state)
@@ -204,18 +254,7 @@ def make_draft_program(
         chosen = jnp.stack(drafts, 1)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)
-        results = [pool.data, drafted, chosen]
-        end = jnp.zeros(1, jnp.uint32)
-        if key.noted:
-            for index, source in sorted(used or ()):
-                if index == 1:  # lengths are the target's results
-                    results.append(
-                        ops.note_reads(ticket, rows.slots, [tables[1]], [key.shape.table_width], source, *results)
-                    )
-        if key.end_record:
-            end = ops.record_end(ticket, *results)
-        elif key.noted:
-            end = ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
+        end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)
         return DraftOutputs(pool, drafted, chosen, end)
 
     return draft

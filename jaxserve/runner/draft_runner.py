@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxserve.attention.base import StepShape
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.block_draft_program import make_block_draft_program
 from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.draft_program import DraftOutputs, DraftTask, make_draft_prep_program, make_draft_program
 from jaxserve.runner.handover import Handover
@@ -44,6 +45,7 @@ class DraftRunner(PhaseRunner):
     """
 
     kind = "draft"
+    make_program = staticmethod(make_draft_program)
 
     def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None], task: DraftTask,
                  num_features: int, features_dtype: Any):  # fmt: skip
@@ -52,11 +54,11 @@ class DraftRunner(PhaseRunner):
         layout, windows = runner.rows.layout, runner.model.config.attention_windows
 
         def handover(key: ProgramKey) -> Handover:
-            return handover_arguments(key, num_features, features_dtype)
+            return handover_arguments(key, num_features, features_dtype, not self.reads_shared_rows)
 
         self.steps = ProgramCache(
             "draft",
-            lambda key: make_draft_program(key, self.backend, runner.model.bind, windows, task),
+            lambda key: self.make_program(key, self.backend, runner.model.bind, windows, task),
             lambda key: draft_arguments(
                 key, layout, runner.model.leaves, runner.kv, handover(key), task.num_drafts, task.extra_entries
             ),
@@ -122,3 +124,10 @@ class DraftRunner(PhaseRunner):
     def _keep(self, outputs: DraftOutputs) -> jax.Array:
         self.runner.pool, self.runner.relay = outputs.pool, outputs.drafted
         return outputs.drafts
+
+
+class BlockDraftRunner(DraftRunner):
+    """Runs the draft programs of DFLASH, on rows handed over by the target's program."""
+
+    reads_shared_rows = False
+    make_program = staticmethod(make_block_draft_program)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.attention.base import StepShape
+from jaxserve.attention.base import StepRows, StepShape
 from jaxserve.models.draft import FINAL
 
 
@@ -33,6 +33,7 @@ class Handover(NamedTuple):
         counts: int32[B], entries that count, at least 1.
         lengths: int32[B], position of entry 0.
         features: [B, E, F], what was observed of the target model, point after point; None if nothing was asked for.
+        rows: the private rows of the target's program, for a draft model that reads no shared ones; else None.
     """
 
     first: jax.Array
@@ -40,6 +41,7 @@ class Handover(NamedTuple):
     counts: jax.Array
     lengths: jax.Array
     features: jax.Array | None
+    rows: StepRows | None = None
 
 
 def bounded_lengths(shape: StepShape, lengths: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ class Phase(NamedTuple):
     Attributes:
         outputs: what its program returns.
         ready: an array that is ready when its program has ended.
-        read_ends: where its reads of shared rows end, as resolved.
+        read_ends: where its reads of shared rows end, as resolved; None: it reads none.
         read_done: recorded there; None where nobody records that.
         step_done: recorded when its program ends.
         number: its launch id.
@@ -51,7 +51,7 @@ class Phase(NamedTuple):
 
     outputs: Any
     ready: jax.Array
-    read_ends: SharedReadEnds
+    read_ends: SharedReadEnds | None
     read_done: Event | None
     step_done: Event
     number: int
@@ -73,8 +73,8 @@ class Launch:
         number: its launch id.
         handover: what a draft model goes on from, on the device; None where there is none.
         later: what was launched after the target model's program, in order; ``read_ends``, ``read_done`` and
-            ``step_done`` are then those of the last.
-        earlier_events: records of all but the last.
+            ``step_done`` are those of the last one that reads shared rows.
+        other_events: records of the others.
     """
 
     batch: StepBatch
@@ -88,14 +88,18 @@ class Launch:
     number: int = 0
     handover: Handover | None = None
     later: tuple[Phase, ...] = ()
-    earlier_events: tuple[Event, ...] = ()
+    other_events: tuple[Event, ...] = ()
 
     def followed_by(self, phase: Phase) -> Launch:
         """The step with one more phase, which ends it."""
+        if phase.read_ends is None:
+            return dataclasses.replace(
+                self, later=(*self.later, phase), other_events=(*self.other_events, phase.step_done)
+            )
         events = [event for event in (self.read_done, self.step_done) if event is not None]
         return dataclasses.replace(
             self, read_ends=phase.read_ends, read_done=phase.read_done, step_done=phase.step_done,
-            later=(*self.later, phase), earlier_events=(*self.earlier_events, *events),
+            later=(*self.later, phase), other_events=(*self.other_events, *events),
         )  # fmt: skip
 
     def is_done(self) -> bool:
@@ -116,7 +120,7 @@ class Launch:
         deadline = time.monotonic() + timeout_s
         while not self.is_done() and time.monotonic() < deadline:
             time.sleep(0.001)
-        for event in (*self.earlier_events, self.read_done, self.step_done):
+        for event in (*self.other_events, self.read_done, self.step_done):
             if event is not None:
                 event.abandon()
 

@@ -40,6 +40,7 @@ class PhaseRunner(ABC):
     """
 
     kind = "step"
+    reads_shared_rows = True  # False: its programs work on rows that were handed to them
     steps: ProgramCache
     preps: ProgramCache
 
@@ -103,7 +104,7 @@ class PhaseRunner(ABC):
         steps, preps = [], []
         for mode, batch, queries, tokens in self.sizes():
             shape = self._shape(mode, batch, queries, tokens)
-            source = self._row_source(self.read_ends(mode)[1])
+            source = self._row_source(self.read_ends(mode)[1]) if self.reads_shared_rows else RowSource.HANDED
             steps.append(self._key(shape, source))
             if source is RowSource.PRIVATE:
                 preps.append(self._prep_key(shape))
@@ -140,7 +141,7 @@ class PhaseRunner(ABC):
             batch: the plan of the step.
             shape: of this phase's program.
             inputs: what the host sends.
-            write_done: generation of the row writes the phase must see (0: the rows are already there).
+            write_done: generation of the row writes the phase must see (0: it sees them, or reads none).
             upstream: outputs of other launches that its programs take.
             after: launch ids of those.
 
@@ -150,15 +151,15 @@ class PhaseRunner(ABC):
         """
         runner = self.runner
         runner.shared_read_done_event = None  # a phase starts: from here on an old event must not be found
-        ends = self._resolve_shared_read_ends(shape.mode)
-        source = self._row_source(ends)
+        ends = self._resolve_shared_read_ends(shape.mode) if self.reads_shared_rows else None
+        source = RowSource.HANDED if ends is None else self._row_source(ends)
         step_done = runner.channel.reserve_step_done()
         read_done = None
         private: Private = None
         preceding = [runner.newest_launch, *after]
         prep = 0
         try:
-            if ends is not SharedReadEnds.UNKNOWN:
+            if ends not in (None, SharedReadEnds.UNKNOWN):
                 read_done = runner.channel.reserve_read_done()
             if not runner.has_marker:
                 self._await_writes(write_done)

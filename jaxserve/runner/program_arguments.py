@@ -47,12 +47,13 @@ def _private_arguments(key: ProgramKey) -> tuple | None:
     if key.source is not RowSource.PRIVATE:
         return None
     b, q, w = key.shape.batch, key.shape.queries, key.shape.table_width
-    drafts = [_ints(b, key.early_drafts)] * 2 if key.early_drafts else []
-    floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
-    return (
-        StepRows(_ints(b), _ints(b, w), _ints(b), floats, _ints(b, NUM_SAMPLING_INTS), *drafts),
-        StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q)),
-    )
+    return _rows(b, w, key.early_drafts), StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q))
+
+
+def _rows(batch: int, width: int, num_drafts: int) -> StepRows:
+    drafts = [_ints(batch, num_drafts)] * 2 if num_drafts else []
+    floats: Any = jax.ShapeDtypeStruct((batch, NUM_SAMPLING_FLOATS), jnp.float32)
+    return StepRows(_ints(batch), _ints(batch, width), _ints(batch), floats, _ints(batch, NUM_SAMPLING_INTS), *drafts)
 
 
 def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout) -> tuple:
@@ -69,11 +70,12 @@ def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv
     return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(key), drafted
 
 
-def handover_arguments(key: ProgramKey, features: int, dtype: Any) -> Handover:
+def handover_arguments(key: ProgramKey, features: int, dtype: Any, hands_rows: bool) -> Handover:
     """What a draft program of this key is handed, with ``features`` numbers per entry (0: none)."""
     b, q = key.shape.batch, key.shape.queries
     observed: Any = jax.ShapeDtypeStruct((b, q, features), dtype) if features else None
-    return Handover(_ints(b), _ints(b, q), _ints(b), _ints(b), observed)
+    rows = _rows(b, key.shape.table_width, 0) if hands_rows else None
+    return Handover(_ints(b), _ints(b, q), _ints(b), _ints(b), observed, rows)
 
 
 def draft_prep_arguments(key: ProgramKey, layout: RowLayout, handover: Handover) -> tuple:

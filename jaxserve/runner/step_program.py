@@ -44,11 +44,13 @@ class RowSource(Enum):
     SNAPSHOT: the snapshot op at its head, which waits for the writes and records the end of the reads.
     COPY: plain XLA reads of the shared buffers, with no marker; the host has waited for the writes.
     PRIVATE: rows and metadata are operands, made by a prep program launched before.
+    HANDED: rows are an operand, handed over by the target model's program.
     """
 
     SNAPSHOT = auto()
     COPY = auto()
     PRIVATE = auto()
+    HANDED = auto()
 
 
 class DraftRows(Enum):
@@ -71,6 +73,7 @@ class DraftForm:
 
     rows: DraftRows = DraftRows.SNAPSHOT
     is_tree: bool = False
+    hands_rows: bool = False  # RELAYED: whether the draft model is handed the rows instead of reading them
 
     @property
     def is_relayed(self) -> bool:
@@ -92,6 +95,7 @@ class ProgramKey:
     noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
     drafts: DraftForm | None = None  # of TARGET_VERIFY
     hands_over: bool = False  # whether a draft model goes on from what the program computed
+    hands_rows: bool = False  # whether it is handed the private rows, too
     feature_points: tuple[int, ...] = ()  # where it observes the model, see ``models.draft``
 
     @property
@@ -332,6 +336,8 @@ def make_step_program(
             else:
                 emitted_tokens = sampled.tokens.reshape(shape.batch, shape.queries)
                 handover = Handover(tokens[:, 0], emitted_tokens, counts, metadata.lengths, features)
+            if key.hands_rows:
+                handover = handover._replace(rows=rows._replace(draft_tokens=None, draft_parents=None))
         relay = relay_after(relay, relay_slots, newest, handover)
         pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
         results = jax.tree.leaves((pool, relay, sampled, counts, handover))

@@ -80,7 +80,7 @@ class StepRunner(PhaseRunner):
         return ProgramKey(
             shape, source, end_record=self.runner.has_marker, hold_points=config.hold_points, noted=config.race_check,
             drafts=self.drafts if shape.mode is ForwardMode.TARGET_VERIFY else None,
-            hands_over=self.drafts.is_relayed, feature_points=self._feature_points,
+            hands_over=self.drafts.is_relayed, hands_rows=self.drafts.hands_rows, feature_points=self._feature_points,
         )  # fmt: skip
 
     def sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
@@ -112,6 +112,7 @@ class StepRunner(PhaseRunner):
             drafted, after = self.draft_source.relay, (self.draft_source.newest_launch,)
         phase = self._launch(batch, shape, inputs, write_done, upstream=drafted, after=after)
         out: StepOutputs = phase.outputs
+        assert phase.read_ends is not None
         return Launch(
             batch, phase.read_ends, phase.step_done, out.sampled, phase.read_done, wants_logprobs, out.counts,
             number=phase.number, handover=out.handover,

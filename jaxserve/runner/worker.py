@@ -111,3 +111,14 @@ class DraftWorker(TargetWorker):
             journal.gave_up(launch.number)
             launch.settle(self.model_runner.config.fence_timeout_s)
             raise
+
+
+class BlockDraftWorker(DraftWorker):
+    """As ``DraftWorker``, with a draft model that reads no shared row: the target's runner owns the event."""
+
+    @property
+    def last_shared_read_runner(self) -> ModelRunner:
+        return self.model_runner
+
+    def read_ends(self, mode: ForwardMode) -> tuple[SharedReadEnds, SharedReadEnds]:
+        return self.step_runner.read_ends(mode)

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -44,11 +44,13 @@ class AlgorithmContext:
         config: the engine's settings.
         vocab_size: ids below it may be drafted.
         encode: text -> token ids, without special tokens.
+        dtype: of weights and KV.
     """
 
     config: EngineConfig
     vocab_size: int
     encode: Callable[[str], list[int]]
+    dtype: Any = np.float32
 
 
 class SpeculativeAlgorithm(ABC):

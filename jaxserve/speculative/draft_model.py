@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from typing import ClassVar
 
 import numpy as np
 
@@ -33,9 +34,12 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
     Attributes:
         draft: the draft model, once loaded.
         uses_features: whether it builds on what the target model computes.
+        runner_class, worker_class: what executes it.
     """
 
     uses_features = True
+    runner_class: ClassVar[type[DraftRunner]] = DraftRunner
+    worker_class: ClassVar[type[DraftWorker]] = DraftWorker
     draft: LoadedModel
 
     @classmethod
@@ -72,8 +76,9 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
 
     def _layout(self, num_pages: int, page_size: int) -> KVLayout:
         config = self.draft.config
-        dtype = self.draft.leaves[0].dtype
-        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, dtype)
+        return KVLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, self.context.dtype
+        )
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         return self._layout(1, page_size).bytes_per_page
@@ -92,11 +97,11 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
         try:
             target = runner.model.config
             task = DraftTask(num_drafts, self.uses_features, target.vocab_size, self.context.vocab_size)
-            draft_runner = DraftRunner(
+            draft_runner = self.runner_class(
                 draft_model_runner, step_runner.buckets, step_runner.on_late_compile, task,
-                len(self.feature_points) * target.hidden_size, runner.model.leaves[0].dtype,
+                len(self.feature_points) * target.hidden_size, self.context.dtype,
             )  # fmt: skip
-            return DraftWorker(runner, step_runner, draft_runner)
+            return self.worker_class(runner, step_runner, draft_runner)
         except BaseException:
             draft_model_runner.close()  # its channel and its thread would outlive everything else
             raise

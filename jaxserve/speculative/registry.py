@@ -11,15 +11,18 @@ from importlib.metadata import entry_points
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
+from jaxserve.speculative.dflash import DflashAlgorithm
+from jaxserve.speculative.eagle import Eagle3Algorithm, EagleAlgorithm
 from jaxserve.speculative.ngram import NgramAlgorithm
 from jaxserve.speculative.standalone import StandaloneAlgorithm
 
 ENTRY_POINTS = "jaxserve.speculative_algorithms"
 _BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {
-    algorithm.name: algorithm for algorithm in (NgramAlgorithm, StandaloneAlgorithm)
+    algorithm.name: algorithm
+    for algorithm in (NgramAlgorithm, EagleAlgorithm, Eagle3Algorithm, StandaloneAlgorithm, DflashAlgorithm)
 }
 # Names users of other engines know; they must not come to mean something else.
-_RESERVED = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "DFLASH")
+_RESERVED = ("NONE", "NEXTN", "MTP")
 _registered: dict[str, type[SpeculativeAlgorithm]] = {}
 _numbers = itertools.count(1)
 _OLD_GATE = "is_last_shared_read_phase"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
@@ -47,7 +45,7 @@ class StandaloneAlgorithm(DraftModelAlgorithm):
                 "%s was made for %d tokens, the context length is %d: behind that its drafts will hardly hold",
                 path, draft.max_position_embeddings, length,
             )  # fmt: skip
-        dtype = jnp.dtype(target.leaves[0].dtype)
+        dtype = self.context.dtype
         if config.load_format == "dummy":
             self.draft = dummy_model(draft, dtype, seed=1)
         else:
