@@ -32,6 +32,7 @@ from jaxserve.attention.base import (
     StepRows,
     StepShape,
     Tree,
+    attend_layer,
 )
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
@@ -170,11 +171,11 @@ class DraftPass:
         keys: list[jax.Array] = []
         values: list[jax.Array] = []
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, **extras: Any) -> jax.Array:
-            by_row = [x.reshape(batch, queries, *x.shape[1:]) for x in (q, k, v)]
-            keys.append(by_row[1])
-            values.append(by_row[2])
-            return self._backend.attend(context, layer, *by_row, **extras).reshape(q.shape)
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            q, k, v = [x.reshape(batch, queries, *x.shape[1:]) for x in (q, k, v)]
+            keys.append(k)
+            values.append(v)
+            return attend_layer(self._backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
 
         positions = lengths[:, None] + jnp.arange(queries, dtype=jnp.int32)
         own = [] if features is None else [features.reshape(batch * queries, -1)]
