@@ -35,6 +35,9 @@ class StepBatch(Generic[Owner]):
         history: of EXTEND, the tokens that penalties of the sequence count, when they are to be counted anew.
         masks: ids each row may choose, see ``runner.logit_controls.TokenMasks``: uint32[B, Q, words], of EXTEND
             uint32[1, 1, words]; None when all rows are free.
+        undrafted: bool[B], rows none of whose drafts may hold, because they are not known to whoever made the masks;
+            None: there is no such row.
+        next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -48,4 +51,6 @@ class StepBatch(Generic[Owner]):
     num_drafted: int = 0
     history: History | None = None
     masks: np.ndarray | None = None
+    undrafted: np.ndarray | None = None
+    next_token: int = -1
     samples: bool = True

@@ -42,10 +42,13 @@ class TokenMasks(NamedTuple):
     Attributes:
         words: uint32[R, ceil(V / 32)], bit i % 32 of word i // 32 allows id i; rows that are free have all bits set.
         any: int32[], whether some row is not free.
+        undrafted: bool[B], batch rows whose drafts never passed the host: their masks are right behind the newest token
+            only, and no draft of theirs may hold.
     """
 
     words: jax.Array
     any: jax.Array
+    undrafted: jax.Array
 
 
 class Controls(NamedTuple):

@@ -41,3 +41,11 @@ def _fill_behind(
             constraint.fill_mask(masks[child])
             _fill_behind(constraint, int(child), tokens, parents, masks)
             constraint.rollback(1)
+
+
+def advance(constraint: TokenConstraint, token_ids: list[int]) -> None:
+    """Takes committed tokens, up to one that is not allowed: an end of sequence, or what came of logits that were not
+    numbers. The output ends there."""
+    for token in token_ids:
+        if not constraint.advance(token):
+            return

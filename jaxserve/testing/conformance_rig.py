@@ -39,9 +39,9 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import LoadedModel, dummy_model
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.handover import Relay
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
-from jaxserve.runner.relay import Relay
 from jaxserve.runner.sampling_rows import CONTROLS, WANTS_LOGPROBS
 from jaxserve.runner.step_program import DraftForm
 from jaxserve.runner.step_runner import StepRunner

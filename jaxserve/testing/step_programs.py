@@ -16,7 +16,6 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
-from jaxserve.runner.relay import Relay
 from jaxserve.runner.step_program import (
     CHAIN,
     DraftForm,
@@ -84,7 +83,7 @@ def copies_of_shape(hlo_text: str, shape: tuple[int, ...]) -> list[str]:
 
 def donated_parameters(num_leaves: int) -> dict[str, int]:
     """Parameter numbers of what a step program donates, by name."""
-    names = ("pool", *(f"relay.{field}" for field in Relay._fields))
+    names = ("pool", "relay.tokens", "relay.token_counts")
     return {name: num_leaves + i for i, name in enumerate(names)}
 
 
