@@ -68,20 +68,25 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
         """Loads the draft model into ``draft``."""
 
+    @abstractmethod
+    def load_abstract(self, target: LoadedModel) -> None:
+        """As ``load``, with shapes and dtypes alone in place of weights: enough to compile programs."""
+
     @property
     def feature_points(self) -> tuple[int, ...]:
         if not self.uses_features:
             return ()
         return tuple(self.draft.bind(self.draft.leaves).feature_points)
 
-    def _layout(self, num_pages: int, page_size: int) -> KVLayout:
+    def kv_layout(self, num_pages: int, page_size: int) -> KVLayout:
+        """Sizes of the draft model's pool; its pages have the numbers of the target's."""
         config = self.draft.config
         return KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, self.context.dtype
         )
 
     def kv_bytes_per_page(self, page_size: int) -> int:
-        return self._layout(1, page_size).bytes_per_page
+        return self.kv_layout(1, page_size).bytes_per_page
 
     def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
         """Nothing: its drafts never pass the host."""
@@ -91,17 +96,22 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
     def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
         num_drafts = step_runner.buckets.verify_tokens[-1] - 1
         draft_model_runner = ModelRunner(
-            self.draft, runner.backend, runner.rows, self._layout(runner.kv.num_pages, runner.kv.page_size),
+            self.draft, runner.backend, runner.rows, self.kv_layout(runner.kv.num_pages, runner.kv.page_size),
             runner.config, runner.platform, name="draft", make_relay=draft_relay(num_drafts),
         )  # fmt: skip
         try:
-            target = runner.model.config
-            task = DraftTask(num_drafts, self.uses_features, target.vocab_size, self.context.vocab_size)
-            draft_runner = self.runner_class(
-                draft_model_runner, step_runner.buckets, step_runner.on_late_compile, task,
-                len(self.feature_points) * target.hidden_size, self.context.dtype,
-            )  # fmt: skip
+            draft_runner = self.make_draft_runner(draft_model_runner, step_runner)
             return self.worker_class(runner, step_runner, draft_runner)
         except BaseException:
             draft_model_runner.close()  # its channel and its thread would outlive everything else
             raise
+
+    def make_draft_runner(self, draft: ModelRunner, step_runner: StepRunner) -> DraftRunner:
+        """Launches the programs of ``draft`` behind those of ``step_runner``."""
+        target = step_runner.runner.model.config
+        num_drafts = step_runner.buckets.verify_tokens[-1] - 1
+        task = DraftTask(num_drafts, self.uses_features, target.vocab_size, self.context.vocab_size)
+        num_features = len(self.feature_points) * target.hidden_size
+        return self.runner_class(
+            draft, step_runner.buckets, step_runner.on_late_compile, task, num_features, self.context.dtype
+        )
