@@ -22,6 +22,7 @@ from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
 
 DEFAULT_STEPS = 3
+DEFAULT_TREE_TOKENS = 8
 RELAYED_CHAIN = DraftForm(DraftRows.RELAYED)
 
 
@@ -34,22 +35,26 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
     Attributes:
         draft: the draft model, once loaded.
         uses_features: whether it builds on what the target model computes.
+        drafts_trees: whether ``--speculative-eagle-topk`` may be more than 1.
         runner_class, worker_class: what executes it.
     """
 
     uses_features = True
+    drafts_trees = True
     runner_class: ClassVar[type[DraftRunner]] = DraftRunner
     worker_class: ClassVar[type[DraftWorker]] = DraftWorker
     draft: LoadedModel
 
     @classmethod
     def draft_form(cls, config: EngineConfig) -> DraftForm:
-        return RELAYED_CHAIN
+        return dataclasses.replace(RELAYED_CHAIN, is_tree=(config.speculative_eagle_topk or 1) > 1)
 
     @classmethod
     def settled(cls, config: EngineConfig) -> EngineConfig:
         if config.speculative_draft_model_path is None:
             raise ConfigError(f"{cls.name} needs a draft model; name it with --speculative-draft-model-path")
+        if (config.speculative_eagle_topk or 1) > 1:
+            return cls._settled_tree(config)
         steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
         if steps is None:
             steps = DEFAULT_STEPS if tokens is None else tokens - 1
@@ -59,6 +64,23 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
             raise ConfigError(
                 f"{cls.name} drafts chains: --speculative-num-draft-tokens must be --speculative-num-steps + 1, "
                 f"{steps + 1}, got {tokens}; leave one of them out"
+            )
+        return dataclasses.replace(
+            config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_eagle_topk=1,
+            speculative_adaptive=False,
+        )  # fmt: skip
+
+    @classmethod
+    def _settled_tree(cls, config: EngineConfig) -> EngineConfig:
+        topk, steps = config.speculative_eagle_topk or 1, config.speculative_num_steps or DEFAULT_STEPS
+        if not cls.drafts_trees:
+            raise ConfigError(f"{cls.name} drafts chains only: leave out --speculative-eagle-topk {topk}")
+        most = 1 + topk + (steps - 1) * topk * topk
+        tokens = config.speculative_num_draft_tokens or min(most, DEFAULT_TREE_TOKENS)
+        if not steps < tokens <= most:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens must be in [{steps + 1}, {most}] with --speculative-num-steps {steps} "
+                f"and --speculative-eagle-topk {topk}, got {tokens}"
             )
         return dataclasses.replace(
             config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_adaptive=False
@@ -94,10 +116,10 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
         return Proposals(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(len(contexts), np.int32))
 
     def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
-        num_drafts = step_runner.buckets.verify_tokens[-1] - 1
+        task = self.draft_task(runner.model.config.vocab_size, step_runner.buckets.verify_tokens[-1] - 1)
         draft_model_runner = ModelRunner(
             self.draft, runner.backend, runner.rows, self.kv_layout(runner.kv.num_pages, runner.kv.page_size),
-            runner.config, runner.platform, name="draft", make_relay=draft_relay(num_drafts),
+            runner.config, runner.platform, name="draft", make_relay=draft_relay(task.relay_width),
         )  # fmt: skip
         try:
             draft_runner = self.make_draft_runner(draft_model_runner, step_runner)
@@ -106,11 +128,19 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
             draft_model_runner.close()  # its channel and its thread would outlive everything else
             raise
 
+    def draft_task(self, vocab_size: int, num_drafts: int) -> DraftTask:
+        """What its programs are compiled for."""
+        config = self.context.config
+        return DraftTask(
+            num_drafts, self.uses_features, vocab_size, self.context.vocab_size,
+            topk=config.speculative_eagle_topk or 1, num_steps=config.speculative_num_steps or num_drafts,
+        )  # fmt: skip
+
     def make_draft_runner(self, draft: ModelRunner, step_runner: StepRunner) -> DraftRunner:
         """Launches the programs of ``draft`` behind those of ``step_runner``."""
         target = step_runner.runner.model.config
         num_drafts = step_runner.buckets.verify_tokens[-1] - 1
-        task = DraftTask(num_drafts, self.uses_features, target.vocab_size, self.context.vocab_size)
+        task = self.draft_task(target.vocab_size, num_drafts)
         num_features = len(self.feature_points) * target.hidden_size
         return self.runner_class(
             draft, step_runner.buckets, step_runner.on_late_compile, task, num_features, self.context.dtype
