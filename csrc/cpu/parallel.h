@@ -14,6 +14,17 @@
 
 namespace jaxserve::cpu {
 
+constexpr int kSpins = 1000;  // some 30 us
+
+// Tells the processor that this thread spins.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 // Calls work(task) once for each task in [0, num_tasks). Tasks are taken from one counter by the caller and by up to
 // num_threads - 1 pool threads. The caller never waits for a task nobody has started, so a busy pool cannot stall it;
 // a pool thread that comes late finds no task, and touches nothing but the shared state.
@@ -57,6 +68,8 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
     // No memory for another thread's task: those that there are do it all.
   }
   take_tasks();
+  // What is left ends in microseconds, unless its thread lost its core: sleeping and being woken would take longer.
+  for (int spins = 0; spins < kSpins && state->finished.load(std::memory_order_acquire) != num_tasks; ++spins) relax();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished.load() == num_tasks; });
   // Taken out: a pool thread that comes late must not be the last to let go of it.
