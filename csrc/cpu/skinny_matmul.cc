@@ -19,11 +19,10 @@ namespace ffi = xla::ffi;
 namespace jaxserve::cpu {
 namespace {
 
-constexpr int64_t kTile = 8;                     // rows of x per pass over a row of w
-constexpr int64_t kBlockRows = 8;                // of w, that each pass goes over
-constexpr int64_t kPrefetchFloats = 2048;        // how far ahead of its use a line of w is asked for
-constexpr int64_t kChunkFloats = 64 * 1024;      // of w, per task
-constexpr int64_t kWorthAThread = 64 * 1024;     // floats of w below which one thread does it all
+constexpr int64_t kTile = 8;                  // rows of x per pass over a row of w
+constexpr int64_t kBlockRows = 4;             // of w, that every pass goes over before the next block's turn
+constexpr int64_t kTaskFloats = 64 * 1024;    // of w, per task
+constexpr int64_t kWorthAThread = 64 * 1024;  // floats of w below which one thread does it all
 
 struct Product {
   const float *x, *w;
@@ -31,6 +30,7 @@ struct Product {
   int64_t rows, in, out;
 };
 
+// Half of the way to the sum of the lanes: four sums.
 JAXSERVE_INLINE Quarter sum_quarters(const Lanes& v) {
   Half halves[2];
   std::memcpy(halves, &v, sizeof(v));
@@ -48,17 +48,23 @@ JAXSERVE_INLINE Quarter sum_lanes_of_four(const Lanes* v) {
   return __builtin_shuffle(ab, cd, QuarterIndex{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, QuarterIndex{2, 3, 6, 7});
 }
 
-// kCount rows of x with one row of w. What lies behind the row is asked for ahead; a prefetch beyond w is harmless.
-template <int kCount, bool kPrefetch>
-JAXSERVE_INLINE void multiply_row(const Product& p, const float* w, const float* x, float* y) {
+// kCount rows of x with one row of w. Meanwhile lines from `ahead` on are asked for, one for every kEvery lines of w
+// (none if it is 0); what lies beyond w is asked for in vain, which does no harm.
+template <int kCount, int kEvery>
+JAXSERVE_INLINE void multiply_row(const Product& p, const float* w, const float* ahead, const float* x, float* y) {
+  constexpr int kStep = kEvery == 0 ? 1 : kEvery;
   Lanes sums[kCount];
   for (int t = 0; t < kCount; ++t) sums[t] = Lanes{};
+  const auto add = [&](int64_t at) __attribute__((always_inline)) {
+    const Lanes weights = load(w + at);
+    for (int t = 0; t < kCount; ++t) sums[t] += weights * load(x + t * p.in + at);
+  };
   int64_t i = 0;
-  for (; i + kLanes <= p.in; i += kLanes) {
-    if constexpr (kPrefetch) __builtin_prefetch(w + i + kPrefetchFloats);
-    const Lanes weights = load(w + i);
-    for (int t = 0; t < kCount; ++t) sums[t] += weights * load(x + t * p.in + i);
+  for (; i + kStep * kLanes <= p.in; i += kStep * kLanes) {
+    if constexpr (kEvery > 0) __builtin_prefetch(ahead + i / kStep);
+    for (int step = 0; step < kStep; ++step) add(i + step * kLanes);
   }
+  for (; i + kLanes <= p.in; i += kLanes) add(i);
   float totals[kCount];
   constexpr int kFours = kCount / 4 * 4;
   for (int t = 0; t < kFours; t += 4) {
@@ -72,31 +78,43 @@ JAXSERVE_INLINE void multiply_row(const Product& p, const float* w, const float*
   for (int t = 0; t < kCount; ++t) y[t * p.out] = totals[t];
 }
 
-template <bool kPrefetch>
-JAXSERVE_INLINE void multiply_tile(const Product& p, int64_t count, const float* w, const float* x, float* y) {
-  switch (count) {
-    case 1: return multiply_row<1, kPrefetch>(p, w, x, y);
-    case 2: return multiply_row<2, kPrefetch>(p, w, x, y);
-    case 3: return multiply_row<3, kPrefetch>(p, w, x, y);
-    case 4: return multiply_row<4, kPrefetch>(p, w, x, y);
-    case 5: return multiply_row<5, kPrefetch>(p, w, x, y);
-    case 6: return multiply_row<6, kPrefetch>(p, w, x, y);
-    case 7: return multiply_row<7, kPrefetch>(p, w, x, y);
-    default: return multiply_row<8, kPrefetch>(p, w, x, y);
+// Rows [begin, end) of w. Where x takes several passes, each goes over a block of rows that stays in the cache, and
+// the first two ask for the next block, half of it each: asked for all at once, it would come no sooner, and the
+// reads of this block would queue behind it.
+template <int kEvery>
+JAXSERVE_INLINE void multiply_pass(const Product& p, int64_t first, int64_t count, int64_t begin, int64_t end,
+                                   const float* ahead) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* w = p.w + row * p.in;
+    const float* x = p.x + first * p.in;
+    float* y = p.y + first * p.out + row;
+    switch (count) {
+      case 1: multiply_row<1, kEvery>(p, w, ahead, x, y); break;
+      case 2: multiply_row<2, kEvery>(p, w, ahead, x, y); break;
+      case 3: multiply_row<3, kEvery>(p, w, ahead, x, y); break;
+      case 4: multiply_row<4, kEvery>(p, w, ahead, x, y); break;
+      case 5: multiply_row<5, kEvery>(p, w, ahead, x, y); break;
+      case 6: multiply_row<6, kEvery>(p, w, ahead, x, y); break;
+      case 7: multiply_row<7, kEvery>(p, w, ahead, x, y); break;
+      default: multiply_row<kTile, kEvery>(p, w, ahead, x, y);
+    }
+    if constexpr (kEvery > 0) ahead += p.in / kEvery;
   }
 }
 
-// Rows [begin, end) of w. Where x takes several passes, they go over a block of rows that is still in the cache.
 JAXSERVE_INLINE void multiply_rows_any(const Product& p, int64_t begin, int64_t end) {
   for (int64_t block = begin; block < end; block += kBlockRows) {
     const int64_t stop = std::min(end, block + kBlockRows);
-    const int64_t first = std::min(kTile, p.rows);
-    for (int64_t row = block; row < stop; ++row) multiply_tile<true>(p, first, p.w + row * p.in, p.x, p.y + row);
-    for (int64_t t = kTile; t < p.rows; t += kTile) {
-      const int64_t count = std::min(kTile, p.rows - t);
-      for (int64_t row = block; row < stop; ++row) {
-        multiply_tile<false>(p, count, p.w + row * p.in, p.x + t * p.in, p.y + t * p.out + row);
-      }
+    // Behind the last block nothing is asked for but lines that are there already.
+    const float* next = p.w + std::max<int64_t>(0, std::min(block + kBlockRows, p.out - kBlockRows)) * p.in;
+    if (p.rows <= kTile) {
+      multiply_pass<1>(p, 0, p.rows, block, stop, next);
+      continue;
+    }
+    multiply_pass<2>(p, 0, kTile, block, stop, next);
+    multiply_pass<2>(p, kTile, std::min(kTile, p.rows - kTile), block, stop, next + kBlockRows * p.in / 2);
+    for (int64_t first = 2 * kTile; first < p.rows; first += kTile) {
+      multiply_pass<0>(p, first, std::min(kTile, p.rows - first), block, stop, nullptr);
     }
   }
 }
@@ -138,7 +156,7 @@ ffi::Error multiply_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
 
   static const MultiplyRows multiply_rows = choose_multiply_rows();
   Faults::instance().pass("allocate", "jaxserve_skinny_matmul");
-  const int64_t rows_per_task = std::max<int64_t>(1, kChunkFloats / std::max<int64_t>(1, p.in));
+  const int64_t rows_per_task = std::max<int64_t>(kBlockRows, kTaskFloats / std::max<int64_t>(1, p.in));
   const int64_t num_tasks = (p.out + rows_per_task - 1) / rows_per_task;
   const int64_t threads = p.out * p.in < kWorthAThread ? 1 : pool.num_threads();
   run_tasks(pool, num_tasks, threads, [&](int64_t task) {
