@@ -100,6 +100,16 @@ def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.argmax(logits + gumbel, -1).astype(jnp.int32)
 
 
+def first_of_highest(logits: jax.Array, highest: jax.Array) -> jax.Array:
+    """argmax int32[R] of [R, V], given the maxima [R]; a row that holds NaN gives some token.
+
+    XLA's own reduces pairs of value and index one by one on the CPU: 0.2 ms a row and 49152 tokens, twelve times this.
+    """
+    vocab = logits.shape[-1]
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return jnp.min(jnp.where(logits == highest[:, None], tokens, vocab - 1), -1)
+
+
 def sample(
     logits: jax.Array, floats: jax.Array, ints: jax.Array, positions: jax.Array, num_ids: int | None = None
 ) -> Sampled:
@@ -114,7 +124,8 @@ def sample(
     rows, vocab = logits.shape
     if num_ids is not None and num_ids < vocab:
         logits = jnp.where(jnp.arange(vocab) < num_ids, logits, -jnp.inf)
-    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    highest = jnp.max(logits, -1)
+    greedy = first_of_highest(logits, highest)
     random = floats[:, TEMPERATURE] > 0
 
     def sampled(_):
@@ -142,4 +153,4 @@ def sample(
 
     wanted = jnp.any(ints[:, FLAGS] & WANTS_LOGPROBS > 0)
     logprobs, top_ids, top_logprobs = jax.lax.cond(wanted, with_logprobs, without, None)
-    return Sampled(tokens, logprobs, top_ids, top_logprobs, jnp.isfinite(jnp.max(logits, -1)))
+    return Sampled(tokens, logprobs, top_ids, top_logprobs, jnp.isfinite(highest))
