@@ -15,7 +15,7 @@ put together again inside ``jax.jit``, where it costs nothing::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.checkpoint import Checkpoint
 from jaxserve.models.registry import registered_model_for
 
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer old checkpoints carry; computed from the config here
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a buffer old checkpoints carry; computed from the config here
 _NUM_NAMED = 5  # most tensors listed in an error
 
 
@@ -52,6 +52,17 @@ class LoadedModel:
         """The module holding ``leaves``; meant for use inside ``jax.jit``."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
+    @property
+    def paths(self) -> list[str]:
+        """Parameter path of each leaf, such as ``layers.0.o_proj``."""
+        numbered = jax.tree.unflatten(self.treedef, range(len(self.leaves)))
+        return [_path_text(path) for path, _ in jax.tree.flatten_with_path(numbered)[0]]
+
+    def leaf(self, path: str) -> jax.Array | None:
+        """The array at a parameter path, itself and no copy; None when the model has no such parameter."""
+        paths = self.paths
+        return self.leaves[paths.index(path)] if path in paths else None
+
 
 def load_model(checkpoint: Checkpoint, dtype: Any) -> LoadedModel:
     """Fills the registered model class from a checkpoint, cast to ``dtype``.
@@ -64,23 +75,13 @@ def load_model(checkpoint: Checkpoint, dtype: Any) -> LoadedModel:
     """
     config = checkpoint.model_config
     registered = registered_model_for(config)
-    graphdef, treedef, wanted = _abstract(registered.model_class, config, dtype)
-    tensors = _RecordedTensors(checkpoint.tensors)
-    found: dict[str, jax.Array] = {}
+    graphdef, treedef, wanted = abstract_parameters(registered.model_class, config, dtype)
+    tensors = RecordedTensors(checkpoint.tensors)
     try:
-        for path, value in registered.weight_map(config, tensors):
-            if path in found:
-                raise ModelLoadError(f"the weight map gives parameter {path} twice")
-            if path not in wanted:
-                raise ModelLoadError(f"{path} is not a parameter of {config.architecture}")
-            if value.shape != wanted[path].shape:
-                raise ModelLoadError(
-                    f"parameter {path} has shape {list(value.shape)}, the model wants {list(wanted[path].shape)}"
-                )
-            found[path] = _on_device(value, wanted[path].dtype)
-        _refuse("parameters without a tensor", [path for path in wanted if path not in found])
-        unused = [n for n in tensors if n not in tensors.read and not n.endswith(_IGNORED_SUFFIX)]
-        _refuse(
+        found = fill_parameters(wanted, registered.weight_map(config, tensors), config.architecture)
+        refuse_names("parameters without a tensor", [path for path in wanted if path not in found])
+        unused = [n for n in tensors if n not in tensors.read and not n.endswith(IGNORED_SUFFIX)]
+        refuse_names(
             f"tensors that {config.architecture} does not use",
             [n for n in unused if not (config.tie_word_embeddings and n == "lm_head.weight")],
         )
@@ -107,16 +108,38 @@ def abstract_model(config: ModelConfig, dtype: Any) -> LoadedModel:
     Raises:
         ModelLoadError: an unknown architecture.
     """
-    graphdef, treedef, leaves = _abstract(registered_model_for(config).model_class, config, dtype)
+    graphdef, treedef, leaves = abstract_parameters(registered_model_for(config).model_class, config, dtype)
     return LoadedModel(graphdef, treedef, list(leaves.values()), config)  # type: ignore[arg-type]
 
 
-def _abstract(model_class: Any, config: ModelConfig, dtype: Any) -> tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]:
+def abstract_parameters(model_class: Any, config: Any, dtype: Any) -> tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]:
     """Structure of the model and its parameters by path, in the order of the leaves; allocates nothing."""
     model = nnx.eval_shape(lambda: model_class(config, dtype, nnx.Rngs(0)))
     graphdef, state = nnx.split(model)
     with_paths, treedef = jax.tree.flatten_with_path(state)
     return graphdef, treedef, {_path_text(path): leaf for path, leaf in with_paths}
+
+
+def fill_parameters(
+    wanted: Mapping[str, jax.ShapeDtypeStruct], pairs: Iterable[tuple[str, np.ndarray]], model_name: str
+) -> dict[str, jax.Array]:
+    """Parameters on the device by path, from what a weight map yields, cast to the dtypes of ``wanted``.
+
+    Raises:
+        ModelLoadError: a path that comes twice or that the model does not have, or a wrong shape.
+    """
+    found: dict[str, jax.Array] = {}
+    for path, value in pairs:
+        if path in found:
+            raise ModelLoadError(f"the weight map gives parameter {path} twice")
+        if path not in wanted:
+            raise ModelLoadError(f"{path} is not a parameter of {model_name}")
+        if value.shape != wanted[path].shape:
+            raise ModelLoadError(
+                f"parameter {path} has shape {list(value.shape)}, the model wants {list(wanted[path].shape)}"
+            )
+        found[path] = _on_device(value, wanted[path].dtype)
+    return found
 
 
 def _path_text(path: tuple[Any, ...]) -> str:
@@ -133,13 +156,14 @@ def _on_device(value: np.ndarray, dtype: Any) -> jax.Array:
     return jax.device_put(value if owned else np.array(value, dtype=dtype, order="C"))
 
 
-def _refuse(what: str, names: list[str]) -> None:
+def refuse_names(what: str, names: list[str]) -> None:
+    """Raises ModelLoadError that lists the first of ``names``, if there are any."""
     if names:
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         raise ModelLoadError(f"{what}: {', '.join(names[:_NUM_NAMED])}{more}")
 
 
-class _RecordedTensors(Mapping[str, np.ndarray]):
+class RecordedTensors(Mapping[str, np.ndarray]):
     """Tensors that remember which of them were read."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray]):
