@@ -154,6 +154,7 @@ ffi::Error multiply_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   if (xd[1] != wd[1] || yd[0] != xd[0] || yd[1] != wd[0]) return wrong("x [rows, in], w [out, in] and y do not match");
   const Product p{x.typed_data(), w.typed_data(), y->typed_data(), xd[0], xd[1], wd[0]};
 
+  if (p.rows == 0) return ffi::Error::Success();
   static const MultiplyRows multiply_rows = choose_multiply_rows();
   Faults::instance().pass("allocate", "jaxserve_skinny_matmul");
   const int64_t rows_per_task = std::max<int64_t>(kBlockRows, kTaskFloats / std::max<int64_t>(1, p.in));
