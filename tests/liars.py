@@ -91,6 +91,18 @@ class IgnoresTrees(XlaBackend):
         return SharedReadEnds.IN_REPLAY
 
 
+class IgnoresSinks(XlaBackend):
+    """Takes them, and says that it supports them."""
+
+    supports_sinks = True
+
+    def attend(self, step, layer, q, k, v, sinks=None):
+        return super().attend(step, layer, q, k, v)
+
+    def shared_read_ends(self, forward_mode):
+        return SharedReadEnds.IN_REPLAY
+
+
 class WritesPadding(XlaBackend):
     """Lets the tokens behind a chunk write to the sequence's pages."""
 

@@ -22,7 +22,7 @@ _PADDING = 64  # sequences are padded at the end to multiples of this, to compil
 def full_attention(windows: tuple[int | None, ...]):
     """An ``attend`` over rows that are all one sequence, in order."""
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
         num_rows, num_heads, head_dim = q.shape
         group = num_heads // k.shape[1]
         k, v = (jnp.repeat(x, group, axis=1).astype(jnp.float32) for x in (k, v))
@@ -31,7 +31,11 @@ def full_attention(windows: tuple[int | None, ...]):
         seen = distance >= 0
         if windows[layer] is not None:
             seen &= distance < windows[layer]
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        if sinks is not None:  # one more score in each row, whose weight nobody gets
+            column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (num_heads, num_rows, 1))
+            scores = jnp.concatenate([scores, column], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[:, :, :num_rows]
         return jnp.einsum("hqk,khd->qhd", weights, v).astype(q.dtype)
 
     return attend

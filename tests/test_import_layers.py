@@ -16,7 +16,7 @@ LAYERS = (
     "server", "cli",
 )  # fmt: skip
 # Ships to users beside the engine: may import every layer below the command line, and only the command line imports it.
-FREE = ("testing", "bench")
+FREE = ("testing", "bench", "training")
 FREE_IMPORTS_BELOW = "cli"
 MAX_LINES = 400
 FORBIDDEN = ("torch",)

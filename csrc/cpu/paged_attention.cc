@@ -34,6 +34,7 @@ struct Problem {
   int64_t window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
   const uint8_t* seen;    // [batch, queries, queries], null for a chain: whether new token i sees new token j <= i
   const int32_t* depths;  // [batch, queries], null for a chain: position of a new token is context + depth
+  const float* sinks;     // [heads], null without: one more score per head, which takes weight and gives no value
 };
 
 // Running softmax of one query row: maximum, sum of exponentials, and weighted values (dim floats behind it).
@@ -209,7 +210,8 @@ struct Task {
 ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                       ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
                       ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
-                      ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
+                      ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale,
+                      int64_t window) {
   const auto qd = q.dimensions();
   const auto kd = k_new.dimensions();
   const auto pd = kv_pool.dimensions();
@@ -251,6 +253,9 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
   }
   p.seen = is_tree ? seen.typed_data() : nullptr;
   p.depths = is_tree ? depths.typed_data() : nullptr;
+  const auto num_sinks = static_cast<int64_t>(sinks.element_count());
+  if (num_sinks != 0 && num_sinks != p.heads) return wrong("sinks must be one per query head");
+  p.sinks = num_sinks != 0 ? sinks.typed_data() : nullptr;
 
   const int64_t rows_per_head = p.queries * (p.heads / p.kv_heads);
   std::vector<Task> tasks;
@@ -291,6 +296,7 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 
   const int64_t group = p.heads / p.kv_heads;
   std::vector<float> merged(p.dim);
+  const std::vector<float> nothing(p.sinks != nullptr ? p.dim : 0);
   std::size_t index = 0;
   while (index < tasks.size()) {
     std::size_t last = index + 1;  // tasks of one (sequence, KV head) are neighbours
@@ -307,7 +313,9 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
         merge(total, merged.data(), partials[r], values.data() + r * p.dim, p.dim);
       }
       const int64_t query = row / group;
-      float* target = p.out + ((first.b * p.queries + query) * p.heads + first.kv * group + row % group) * p.dim;
+      const int64_t head = first.kv * group + row % group;
+      if (p.sinks != nullptr) merge(total, merged.data(), {p.sinks[head], 1.0f}, nothing.data(), p.dim);
+      float* target = p.out + ((first.b * p.queries + query) * p.heads + head) * p.dim;
       for (int64_t d = 0; d < p.dim; ++d) target[d] = merged[d] / total.sum;  // a token always sees itself: sum > 0
     }
     index = last;
@@ -319,9 +327,10 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                            ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
                            ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
-                           ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer, float scale, int64_t window) {
+                           ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t layer,
+                           float scale, int64_t window) {
   try {
-    return attend_all(pool, q, k_new, v_new, kv_pool, tables, lengths, seen, depths, out, layer, scale, window);
+    return attend_all(pool, q, k_new, v_new, kv_pool, tables, lengths, seen, depths, sinks, out, layer, scale, window);
   } catch (const std::exception& error) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxserve_paged_attention: ") + error.what());
   }
@@ -340,6 +349,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_cpu_paged_attention, paged_attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()   // context lengths [batch]
                                   .Arg<ffi::Buffer<ffi::U8>>()    // seen [batch, tokens, tokens], or empty: a chain
                                   .Arg<ffi::Buffer<ffi::S32>>()   // depths [batch, tokens], or empty
+                                  .Arg<ffi::Buffer<ffi::F32>>()   // sinks [heads], or empty
                                   .Ret<ffi::Buffer<ffi::F32>>()   // out, as q
                                   .Attr<int64_t>("layer")
                                   .Attr<float>("scale")

@@ -7,15 +7,17 @@ once per execution and trusts the answer.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 
 if TYPE_CHECKING:
@@ -166,12 +168,20 @@ class AttentionBackend:
         reads_live: reads ``AttentionStep.live`` in ``attend``; such reads cannot be hoisted.
         width_buckets: whether cost depends on the block-table width, so that programs of several widths pay off.
         supports_trees: ``attend`` follows ``AttentionStep.tree``; without it only chains of drafts are verified.
+        supports_sinks: ``attend`` takes attention sinks; without it models that have them are refused at start.
     """
 
     name: ClassVar[str] = ""
     reads_live: ClassVar[bool] = False
     width_buckets: ClassVar[bool] = True
     supports_trees: ClassVar[bool] = False
+    supports_sinks: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        attend = vars(cls).get("attend")
+        if attend is not None and "sinks" not in inspect.signature(attend).parameters:
+            cls.supports_sinks = False  # whatever the class it derives from can do
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
         """Where this backend's reads of shared rows end in ``forward_mode``."""
@@ -189,13 +199,17 @@ class AttentionBackend:
             valid &= jnp.arange(shape.queries, dtype=jnp.int32) < num_tokens
         return StepMetadata(rows.block_tables, rows.lengths, jnp.where(valid, pages, 0), positions % shape.page_size)
 
-    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
         """Attention of one layer: every new token sees its sequence's cached context and the new tokens before it.
 
         Args:
             step: what the step is.
             layer: layer number.
             q: [B, Q, H, D] after positional encoding; k, v: [B, Q, KV, D].
+            sinks: Float[H] or None: one more logit per head in every softmax, which takes weight and gives no value. A
+                backend that does not say ``supports_sinks`` is never given any, and may leave the parameter out.
 
         Returns:
             [B, Q, H, D] in the dtype of q. The pool is only read; the program writes k and v to it afterwards.
@@ -205,3 +219,27 @@ class AttentionBackend:
     def live_metadata(self, step: AttentionStep, layer: int, after: jax.Array) -> StepMetadata:
         """The metadata ``attend`` works on: the private one. ``xla-live`` re-reads the shared rows instead."""
         return step.metadata
+
+
+def attend_layer(
+    backend: AttentionBackend, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array,
+    sinks: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """``backend.attend``, handed sinks only where a layer has them.
+
+    Raises:
+        ConfigError: the layer has sinks and the backend would ignore them.
+    """
+    if sinks is None:
+        return backend.attend(step, layer, q, k, v)
+    if not backend.supports_sinks:
+        raise ConfigError(no_sinks_text(backend))
+    return backend.attend(step, layer, q, k, v, sinks)
+
+
+def no_sinks_text(backend: AttentionBackend) -> str:
+    """What to say when a model has attention sinks and ``backend`` does not know them."""
+    return (
+        f"the model has attention sinks, which the attention backend {backend.name!r} does not support; "
+        "choose another one with --attention-backend (xla has them)"
+    )

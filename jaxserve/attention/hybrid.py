@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import jax
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, SharedReadEnds, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    SharedReadEnds,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    attend_layer,
+)
 from jaxserve.core.forward_mode import ForwardMode
 
 
@@ -26,6 +34,7 @@ class HybridBackend(AttentionBackend):
         self.reads_live = any(child.reads_live for child in self._children())  # type: ignore[misc]
         self.width_buckets = any(child.width_buckets for child in self._children())  # type: ignore[misc]
         self.supports_trees = all(child.supports_trees for child in self._children()[1:])  # type: ignore[misc]
+        self.supports_sinks = all(child.supports_sinks for child in self._children())  # type: ignore[misc]
 
     def _children(self) -> list[AttentionBackend]:
         return [child for child in (self.prefill, self.decode, self.sliding) if child is not None]
@@ -40,8 +49,10 @@ class HybridBackend(AttentionBackend):
     def prep(self, rows: StepRows, shape: StepShape, num_tokens: jax.Array | None) -> StepMetadata:
         return self._full(shape.mode).prep(rows, shape, num_tokens)
 
-    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
         child = self._full(step.shape.mode)
         if self.sliding is not None and step.windows[layer] is not None:
             child = self.sliding
-        return child.attend(step, layer, q, k, v)
+        return attend_layer(child, step, layer, q, k, v, sinks)

@@ -19,12 +19,15 @@ class NativeBackend(XlaBackend):
     name = "native"
     width_buckets = False
 
-    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
         metadata = self.live_metadata(step, layer, q)
         window = step.windows[layer] or 0
         kernel = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
         return kernel(
             q, k, v, step.pool.data, metadata.block_tables, metadata.lengths, *_tree_operands(step, window),
+            jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
             layer=np.int64(layer), scale=np.float32(q.shape[-1] ** -0.5), window=np.int64(window),
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from jaxserve.attention.base import AttentionBackend, SharedReadEnds
+from jaxserve.attention.base import AttentionBackend, SharedReadEnds, no_sinks_text
 from jaxserve.attention.hybrid import HybridBackend
 from jaxserve.attention.native import NativeBackend
 from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
@@ -90,12 +90,23 @@ def _single(name: str) -> AttentionBackend:
     return factory()
 
 
-def make_backend(config: EngineConfig, platform: str, dtype: str) -> AttentionBackend:
+def make_backend(config: EngineConfig, platform: str, dtype: str, has_sinks: bool = False) -> AttentionBackend:
     """The backend a configuration asks for.
 
+    Args:
+        has_sinks: whether the model it is for has attention sinks.
+
     Raises:
-        ConfigError: an unknown name, a backend the platform cannot run, or children without ``hybrid``.
+        ConfigError: an unknown name, a backend the platform cannot run or that lacks sinks the model has, or children
+            without ``hybrid``.
     """
+    backend = _make(config, platform, dtype)
+    if has_sinks and not backend.supports_sinks:
+        raise ConfigError(no_sinks_text(backend))
+    return backend
+
+
+def _make(config: EngineConfig, platform: str, dtype: str) -> AttentionBackend:
     _load_entry_points()
     native_runs = platform == "cpu" and dtype == "float32"
     default = "native" if native_runs else "xla"

@@ -20,8 +20,11 @@ class XlaBackend(AttentionBackend):
 
     name = "xla"
     supports_trees = True
+    supports_sinks = True
 
-    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
         metadata = self.live_metadata(step, layer, q)
         batch, queries, heads, dim = q.shape
         kv_heads = k.shape[2]
@@ -50,9 +53,14 @@ class XlaBackend(AttentionBackend):
         values = jnp.where((context[None, :] < metadata.lengths[:, None])[None, :, :, None], values, 0)
 
         highest = jnp.maximum(context_scores.max(-1, keepdims=True), fresh_scores.max(-1, keepdims=True))
+        if sinks is not None:
+            sink_scores = sinks.astype(jnp.float32).reshape(kv_heads, 1, heads // kv_heads, 1, 1)
+            highest = jnp.maximum(highest, sink_scores)
         context_weights = jnp.exp(context_scores - highest)
         fresh_weights = jnp.exp(fresh_scores - highest)
         total = context_weights.sum(-1, keepdims=True) + fresh_weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total += jnp.exp(sink_scores - highest)
         out = jnp.einsum("kbgqs,kbsd->kbgqd", context_weights.astype(values.dtype), values,
                          preferred_element_type=jnp.float32)  # fmt: skip
         out += jnp.einsum("kbgqs,bskd->kbgqd", fresh_weights.astype(v.dtype), v, preferred_element_type=jnp.float32)

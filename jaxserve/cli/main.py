@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxserve.cli import bench, chat, check_lossless, check_programs, collect_env, generate, serve, trace
+from jaxserve.cli import bench, chat, check_lossless, check_programs, collect_env, generate, serve, trace, train_draft
 from jaxserve.cli.parser import Parser
 from jaxserve.core.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.server.version import version
@@ -19,6 +19,7 @@ COMMANDS = {
     "check-programs": check_programs,
     "check-lossless": check_lossless,
     "bench": bench,
+    "train-draft": train_draft,
     "collect-env": collect_env,
 }
 

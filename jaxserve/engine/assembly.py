@@ -135,7 +135,7 @@ def assemble(
     checkpoint = open_checkpoint(path)
     model_config = checkpoint.model_config
     dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
-    backend = make_backend(config, platform, dtype)
+    backend = make_backend(config, platform, dtype, model_config.attention_sinks)
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:
         raise ConfigError(

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from jaxserve.models.llama import LlamaForCausalLM, llama_weight_map
+from jaxserve.models.mimo_v2_config import read_mimo_v2_config
+from jaxserve.models.mimo_v2_flash import MiMoV2FlashForCausalLM, mimo_v2_weight_map
 from jaxserve.models.registry import register_model
 
 register_model("LlamaForCausalLM", LlamaForCausalLM, llama_weight_map)
+register_model(
+    "MiMoV2FlashForCausalLM",
+    MiMoV2FlashForCausalLM,
+    mimo_v2_weight_map,
+    config_reader=read_mimo_v2_config,
+    draft_prefixes=("model.mtp.",),
+)

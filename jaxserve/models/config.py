@@ -26,7 +26,8 @@ class ModelConfig:
         vocab_size: rows of the embedding, and of the logits.
         hidden_size / intermediate_size: width of the residual stream / of the MLP.
         num_layers / num_heads / num_kv_heads / head_dim: of the decoder; ``num_heads`` is a multiple of
-            ``num_kv_heads``, and ``num_heads * head_dim`` need not equal ``hidden_size``.
+            ``num_kv_heads``, and ``num_heads * head_dim`` need not equal ``hidden_size``. The KV pool is made for
+            ``num_kv_heads`` and ``head_dim``; where layers differ they are the largest.
         rms_norm_eps: added to the mean square in every norm.
         rope_theta: base of the rotary frequencies.
         rope_scaling: ``rope_type`` and its numbers, or None for plain rotary embeddings.
@@ -36,6 +37,7 @@ class ModelConfig:
         bos_token_id: or None.
         attention_windows: per layer, number of tokens a query sees (itself included), or None for all.
         attention_bias / mlp_bias: whether these projections have biases.
+        attention_sinks: whether any layer has attention sinks, which not every attention backend supports.
         extra: the raw configuration, for what only one architecture knows.
     """
 
@@ -57,6 +59,7 @@ class ModelConfig:
     attention_windows: tuple[int | None, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
+    attention_sinks: bool = False
     extra: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,11 +84,19 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, source: str = "config.json"
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        source: str = "config.json",
+        own: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
         """Reads a Hugging Face ``config.json`` (transformers 4 and 5) and ``generation_config.json``.
 
         End-of-sequence ids come from ``generation_config`` when it names any, else from ``config``.
+
+        Args:
+            own: fields of this class that the architecture's own reader found (``registry.read_model_config``). They
+                replace what this function would read, its refusals included: whoever gives a field answers for it.
 
         Raises:
             ModelLoadError: a missing or contradictory key, or an unsupported rope type or activation; names it.
@@ -96,43 +107,47 @@ class ModelConfig:
         hidden_act = config.get("hidden_act", "silu")
         if hidden_act != "silu":
             raise ModelLoadError(f"{source}: hidden_act {hidden_act!r} is not supported; supported: silu")
-        hidden_size = _required(config, "hidden_size", source)
-        num_heads = _required(config, "num_attention_heads", source)
-        num_layers = _required(config, "num_hidden_layers", source)
-        theta, scaling = _rope(config, source)
+        hidden_size = required(config, "hidden_size", source)
+        num_heads = required(config, "num_attention_heads", source)
+        num_layers = required(config, "num_hidden_layers", source)
+        own = own or {}
+        theta, scaling = (0.0, None) if "rope_theta" in own else _rope(config, source)
+        windows = () if "attention_windows" in own else _windows(config, num_layers, source)
         eos = (generation_config or {}).get("eos_token_id")
         eos = config.get("eos_token_id") if eos is None else eos
-        return cls(
-            architecture=architectures[0],
-            vocab_size=_required(config, "vocab_size", source),
-            hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size", source),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_given(config, "num_key_value_heads", num_heads),
-            head_dim=_given(config, "head_dim", hidden_size // num_heads),
-            rms_norm_eps=float(_given(config, "rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_position_embeddings=_given(config, "max_position_embeddings", 2048),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            eos_token_ids=_token_ids(eos, source),
-            bos_token_id=config.get("bos_token_id"),
-            attention_windows=_windows(config, num_layers, source),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
-            extra=dict(config),
-        )
+        read = {
+            "architecture": architectures[0],
+            "vocab_size": required(config, "vocab_size", source),
+            "hidden_size": hidden_size,
+            "intermediate_size": required(config, "intermediate_size", source),
+            "num_layers": num_layers,
+            "num_heads": num_heads,
+            "num_kv_heads": given(config, "num_key_value_heads", num_heads),
+            "head_dim": given(config, "head_dim", hidden_size // num_heads),
+            "rms_norm_eps": float(given(config, "rms_norm_eps", 1e-6)),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "max_position_embeddings": given(config, "max_position_embeddings", 2048),
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "eos_token_ids": _token_ids(eos, source),
+            "bos_token_id": config.get("bos_token_id"),
+            "attention_windows": windows,
+            "attention_bias": bool(config.get("attention_bias", False)),
+            "mlp_bias": bool(config.get("mlp_bias", False)),
+            "extra": dict(config),
+        }
+        return cls(**{**read, **own})
 
 
-def _required(config: Mapping[str, Any], key: str, source: str) -> Any:
+def required(config: Mapping[str, Any], key: str, source: str) -> Any:
+    """The value of ``key``. Raises ModelLoadError when it is missing or null."""
     if config.get(key) is None:
         raise ModelLoadError(f"{source}: key {key} is missing")
     return config[key]
 
 
-def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    # Older and newer files write null for "not set".
+def given(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of ``key``, or ``default``: older and newer files write null for "not set"."""
     return default if config.get(key) is None else config[key]
 
 
@@ -148,7 +163,7 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
         parameters = kinds[0]
     scaling = dict(parameters or config.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", None)
-    theta = float(_given(config, "rope_theta", 10000.0) if theta is None else theta)
+    theta = float(given(config, "rope_theta", 10000.0) if theta is None else theta)
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
     if kind not in _ROPE_FACTORS:

@@ -119,14 +119,16 @@ def _rope_tables(positions: jax.Array, inverse_frequencies: np.ndarray) -> tuple
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates each pair (i, i + head_dim / 2), the pairing of Hugging Face checkpoints.
+    """Rotates each pair (i, i + rotary_dim / 2), the pairing of Hugging Face checkpoints.
 
     Args:
         x: Float[T, heads, head_dim].
-        cos, sin: Float32[T, 1, head_dim / 2].
+        cos, sin: Float32[T, 1, rotary_dim / 2]. Features from ``rotary_dim`` on, if any, stay as they are.
 
     Returns:
         Float[T, heads, head_dim] in the dtype of ``x``.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotary_dim].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if rotary_dim == x.shape[-1] else jnp.concatenate([rotated, x[..., rotary_dim:]], axis=-1)

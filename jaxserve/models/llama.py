@@ -18,8 +18,9 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import apply_rope, linear, rms_norm, rope_inverse_frequencies, rope_tables
 from jaxserve.models.weight_map import Tensors, take, take_rows
 
-# (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; owns the cache, the mask and the 1/sqrt(D) scale.
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer, q [T, H, D], k [T, KV, D], v [T, KV, D]) -> [T, H, D]; owns the cache, the mask and the 1/sqrt(D) scale. A
+# layer with attention sinks gives them, [H], as a fifth argument.
+Attend = Callable[..., jax.Array]
 # (index, x [T, hidden]): the residual stream before layer ``index``; index num_layers: behind the last one, before the
 # final norm. For draft models that build on what the target model computes.
 Observe = Callable[[int, jax.Array], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,6 +14,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.weight_map import Tensors
 
 WeightMap = Callable[[ModelConfig, Tensors], Iterable[tuple[str, np.ndarray]]]
+# (content of config.json, its path for messages) -> fields of ModelConfig that this architecture writes in its own way
+ConfigReader = Callable[[Mapping[str, Any], str], Mapping[str, Any]]
 
 
 def same_names(config: ModelConfig, tensors: Tensors) -> Iterable[tuple[str, np.ndarray]]:
@@ -30,11 +32,15 @@ class RegisteredModel:
         model_class: ``nnx.Module`` made by ``model_class(config, dtype, rngs)``; called with
             ``(token_ids, positions, attend)`` and asked for ``logits(hidden)``.
         weight_map: yields (parameter path such as ``layers.0.o_proj``, array) for every parameter, from the tensors.
+        config_reader: reads what its ``config.json`` says in its own way, or None.
+        draft_prefixes: beginnings of names of tensors that belong to drafts of the model, not to the model.
     """
 
     architecture: str
     model_class: Callable[..., Any]
     weight_map: WeightMap
+    config_reader: ConfigReader | None = None
+    draft_prefixes: tuple[str, ...] = ()
 
 
 _registered: dict[str, RegisteredModel] = {}
@@ -42,11 +48,21 @@ _loaded_entry_points: set[str] = set()
 ENTRY_POINTS = "jaxserve.models"
 
 
-def register_model(architecture: str, model_class: Callable[..., Any], weight_map: WeightMap | None = None) -> None:
+def register_model(
+    architecture: str,
+    model_class: Callable[..., Any],
+    weight_map: WeightMap | None = None,
+    *,
+    config_reader: ConfigReader | None = None,
+    draft_prefixes: tuple[str, ...] = (),
+) -> None:
     """Makes checkpoints of ``architecture`` load into ``model_class``.
 
     Args:
         weight_map: default: parameter paths equal tensor names.
+        config_reader: fields of ``ModelConfig`` from ``config.json``, where the common keys do not say it all: rotary
+            parameters that differ between layers, say. What it does not give is read, and refused, as for any other.
+        draft_prefixes: tensors whose names begin so are left alone when the model is loaded.
 
     Raises:
         ConfigError: the architecture is registered already, or the class lacks ``__call__`` or ``logits``.
@@ -57,7 +73,9 @@ def register_model(architecture: str, model_class: Callable[..., Any], weight_ma
     for method in ("__call__", "logits"):
         if not callable(getattr(model_class, method, None)):
             raise ConfigError(f"model class {model_class!r} needs a method {method}; see jaxserve.models.llama")
-    _registered[architecture] = RegisteredModel(architecture, model_class, weight_map or same_names)
+    _registered[architecture] = RegisteredModel(
+        architecture, model_class, weight_map or same_names, config_reader, draft_prefixes
+    )
 
 
 def _load_entry_points() -> None:
@@ -91,3 +109,18 @@ def registered_model_for(config: ModelConfig) -> RegisteredModel:
             "add yours with jaxserve.register_model"
         )
     return found
+
+
+def read_model_config(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, source: str = "config.json"
+) -> ModelConfig:
+    """``ModelConfig.from_hf`` with the help of the architecture's own reader, where it has one.
+
+    Raises:
+        ModelLoadError: as ``ModelConfig.from_hf``.
+    """
+    _load_entry_points()
+    named = config.get("architectures") or []
+    found = _registered.get(named[0]) if len(named) == 1 else None
+    own = None if found is None or found.config_reader is None else found.config_reader(config, source)
+    return ModelConfig.from_hf(config, generation_config, source, own)

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape, Tree
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    LiveRows,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    Tree,
+    attend_layer,
+)
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
@@ -250,11 +259,11 @@ def make_step_program(
         keys: list[jax.Array] = []
         values: list[jax.Array] = []
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            by_row = [x.reshape(shape.batch, shape.queries, *x.shape[1:]) for x in (q, k, v)]
-            keys.append(by_row[1])
-            values.append(by_row[2])
-            return backend.attend(context, layer, *by_row).reshape(q.shape)
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            q, k, v = [x.reshape(shape.batch, shape.queries, *x.shape[1:]) for x in (q, k, v)]
+            keys.append(k)
+            values.append(v)
+            return attend_layer(backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
 
         model = bind(leaves)
         hidden = model(tokens.reshape(-1), positions.reshape(-1), attend)

@@ -76,7 +76,7 @@ class ConfigurationPrograms:
         self.target = target
         model_config = open_model_config(resolve_model_path(config.model))
         dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
-        backend = make_backend(config, platform, dtype)
+        backend = make_backend(config, platform, dtype, model_config.attention_sinks)
         context_length = config.context_length or model_config.max_position_embeddings
         buckets = make_buckets(config, context_length, backend.width_buckets)
         buckets = dataclasses.replace(buckets, verify_tokens=verify_tokens or buckets.verify_tokens)

@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, LiveRows, StepMetadata, StepRows, StepShape, Tree
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    LiveRows,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    Tree,
+    attend_layer,
+)
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.core.forward_mode import ForwardMode
@@ -38,11 +47,13 @@ class Case:
     lengths: tuple[int, ...]
     num_tokens: int | None  # valid ones of an EXTEND chunk
     parents: tuple[int, ...] = ()  # of drafts that are a tree
+    has_sinks: bool = False
 
     @property
     def text(self) -> str:
         """For messages."""
         kind = f"{self.mode.name} of a tree" if self.parents else self.mode.name
+        kind += " with sinks" if self.has_sinks else ""
         return f"{kind}, page size {self.page_size}, {self.heads} heads over {self.kv_heads}"
 
 
@@ -72,6 +83,8 @@ def check_attention(
         found += _check(backend, case, dtype, tolerance)
         if case.mode is ForwardMode.TARGET_VERIFY and backend.supports_trees:
             found += _check(backend, dataclasses.replace(case, parents=TREE), dtype, tolerance)
+        if backend.supports_sinks and case.page_size == page_sizes[0]:
+            found += _check(backend, dataclasses.replace(case, has_sinks=True), dtype, tolerance)
     return found
 
 
@@ -88,6 +101,7 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
     live_tables[slots], live_lengths[slots, 0] = pages, case.lengths
     q = random.standard_normal((batch, queries, case.heads, HEAD_DIM))
     k, v = random.standard_normal((2, batch, queries, case.kv_heads, HEAD_DIM))
+    sinks = random.standard_normal(case.heads) + 1  # near the largest score, where they matter
     shape = StepShape(case.mode, batch, queries, width, case.page_size)
 
     def program(data, q, k, v, slots, pages, lengths, tables, table_lengths, num_tokens):
@@ -100,7 +114,8 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
             depths, seen = tree_geometry(jnp.tile(jnp.array([case.parents], jnp.int32), (batch, 1)))
             tree = Tree(seen, depths)
         step = AttentionStep(shape, metadata, PagedKV(data), live, (None, WINDOW), num_tokens, tree)
-        return metadata, [backend.attend(step, layer, q, k, v) for layer in (0, 1)]
+        layer_sinks = jnp.asarray(sinks, dtype) if case.has_sinks else None
+        return metadata, [attend_layer(backend, step, layer, q, k, v, layer_sinks) for layer in (0, 1)]
 
     arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]
     ints = [jnp.asarray(x, jnp.int32) for x in (slots, pages, case.lengths, live_tables, live_lengths)]

@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.attention.base import AttentionBackend, AttentionStep, SharedReadEnds, StepMetadata, StepRows, StepShape
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    SharedReadEnds,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    attend_layer,
+)
 from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier import ops
 from jaxserve.barrier.native import native_module
@@ -79,6 +87,7 @@ class WatchedBackend(AttentionBackend):
         self.name = backend.name  # type: ignore[misc]
         self.reads_live = backend.reads_live  # type: ignore[misc]
         self.width_buckets = backend.width_buckets  # type: ignore[misc]
+        self.supports_sinks = backend.supports_sinks  # type: ignore[misc]
         self.asked: list[ForwardMode] = []
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
@@ -88,7 +97,9 @@ class WatchedBackend(AttentionBackend):
     def prep(self, rows: StepRows, shape: StepShape, num_tokens: jax.Array | None) -> StepMetadata:
         return self.backend.prep(rows, shape, num_tokens)
 
-    def attend(self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(
+        self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
+    ) -> jax.Array:
         passed = ops.hold(LAYER_POINT, q, step.metadata.lengths)
         live = step.live
         rows = jnp.arange(live.block_tables.shape[0], dtype=jnp.int32) + passed
@@ -98,7 +109,7 @@ class WatchedBackend(AttentionBackend):
             num_rows=rows.shape[0], widths=[live.block_tables.shape[1], 1],
         )  # fmt: skip
         late = dataclasses.replace(step, live=live.replaced(tables, lengths))
-        return self.backend.attend(late, layer, q + passed.astype(q.dtype), k, v)
+        return attend_layer(self.backend, late, layer, q + passed.astype(q.dtype), k, v, sinks)
 
 
 class Rig:

@@ -45,7 +45,7 @@ def make_case(batch, queries, heads, kv_heads, dim, page_size, lengths, window):
     return step, q, k, v
 
 
-def plain_attention(step, layer, q, k, v):
+def plain_attention(step, layer, q, k, v, sinks=None):
     """One query at a time, in float64."""
     window = step.windows[layer]
     data, tables = np.asarray(step.pool.data, np.float64), np.asarray(step.metadata.block_tables)
@@ -65,8 +65,10 @@ def plain_attention(step, layer, q, k, v):
                 seen = [p for p in range(length) if p > begin]
                 seen += [length + j for j in range(queries) if sees[j] and length + depths[j] > begin]
                 scores = np.array(keys)[seen] @ q[b, i, h].astype(np.float64) / np.sqrt(dim)
+                if sinks is not None:
+                    scores = np.append(scores, sinks[h])
                 weights = np.exp(scores - scores.max())
-                out[b, i, h] = weights @ np.array(values)[seen] / weights.sum()
+                out[b, i, h] = weights[: len(seen)] @ np.array(values)[seen] / weights.sum()
     return out
 
 
@@ -100,6 +102,26 @@ def test_tree_attention_equals_plain_softmax(case, backend, layer):
     step = dataclasses.replace(step, tree=Tree(seen, depths))
     got = jax.jit(lambda q, k, v: backend.attend(step, layer, q, k, v))(q, k, v)
     np.testing.assert_allclose(np.asarray(got), plain_attention(step, layer, q, k, v), atol=2e-5)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[4], CASES[5]], ids=str)
+@pytest.mark.parametrize("backend", [NativeBackend(), XlaBackend()], ids=lambda b: b.name)
+@pytest.mark.parametrize("layer", [0, 1], ids=["full", "window"])
+def test_sinks_equal_plain_softmax(case, backend, layer):
+    native_module("cpu")
+    step, q, k, v = make_case(*case)
+    # From sinks that take nothing to sinks that take almost all.
+    sinks = np.linspace(-200, 12, case[2]).astype(np.float32)
+    sinks[-1] = 200
+    got = jax.jit(lambda q, k, v, sinks: backend.attend(step, layer, q, k, v, sinks))(q, k, v, sinks)
+    np.testing.assert_allclose(np.asarray(got), plain_attention(step, layer, q, k, v, sinks), atol=2e-5)
+
+
+def test_sinks_are_one_per_head():
+    native_module("cpu")
+    step, q, k, v = make_case(*CASES[0])
+    with pytest.raises(Exception, match="sinks must be one per query head"):
+        jax.block_until_ready(NativeBackend().attend(step, 0, q, k, v, jnp.zeros(3)))
 
 
 def test_extreme_scores_stay_finite():

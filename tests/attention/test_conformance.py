@@ -94,6 +94,7 @@ def test_a_read_that_the_end_record_does_not_wait_for_is_caught():
     [
         (liars.IgnoresWindows, DECODE, "attention", "window 7: attention is off by "),
         (liars.IgnoresTrees, VERIFY, "attention", "TARGET_VERIFY of a tree"),
+        (liars.IgnoresSinks, EXTEND, "attention", "EXTEND with sinks"),
         (liars.WritesPadding, EXTEND, "prep", "padding tokens write to a page other than the null page"),
         (liars.WritesThePool, DECODE, "pool", "DECODE: copies the KV pool"),
         (liars.HidesLiveReads, DECODE, "reads_live", "through step.live, but reads_live is False"),

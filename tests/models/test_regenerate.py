@@ -28,3 +28,14 @@ def test_expected_logits_are_what_transformers_computes(name: str, monkeypatch: 
     assert list(expected["token_ids"]) == make_checkpoints.TOKEN_IDS
     found = make_checkpoints.expected_logits(FIXTURES / name)
     np.testing.assert_allclose(found, expected["logits"], atol=1e-5, rtol=0)
+
+
+def test_expectations_of_mimo_are_what_transformers_and_plain_torch_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FIXTURES))
+    import make_mimo
+
+    expected = np.load(FIXTURES / "mimo" / "expected.npz")
+    found = make_mimo.expected(FIXTURES / "mimo")
+    assert set(found) == set(expected)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-5, rtol=0, err_msg=name)

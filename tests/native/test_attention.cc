@@ -12,6 +12,7 @@ namespace {
 struct Case {
   int64_t batch, queries, heads, kv_heads, dim, page_size, width, window;
   bool is_tree = false;  // the new tokens are a random tree instead of a chain
+  bool has_sinks = false;
 };
 
 struct Attention {
@@ -42,6 +43,7 @@ struct Attention {
         depths.push_back(parent < 0 ? 0 : depths[first + parent] + 1);
       }
     }
+    if (c.has_sinks) fill(sinks, c.heads);
     out.assign(q.size(), -1);
     pool_dims = {1, 2, c.kv_heads, num_pages, c.page_size, c.dim};
   }
@@ -57,7 +59,8 @@ struct Attention {
                  {tables.data(), XLA_FFI_DataType_S32, {c.batch, c.width}},
                  {lengths.data(), XLA_FFI_DataType_S32, {c.batch}},
                  {seen.data(), XLA_FFI_DataType_U8, {static_cast<int64_t>(seen.size())}},
-                 {depths.data(), XLA_FFI_DataType_S32, {static_cast<int64_t>(depths.size())}}},
+                 {depths.data(), XLA_FFI_DataType_S32, {static_cast<int64_t>(depths.size())}},
+                 {sinks.data(), XLA_FFI_DataType_F32, {static_cast<int64_t>(sinks.size())}}},
                 {{out.data(), XLA_FFI_DataType_F32, q_dims}},
                 {{"layer", int64_t{0}}, {"scale", kScale}, {"window", c.window}}, &threads);
   }
@@ -80,7 +83,7 @@ struct Attention {
           const int64_t first = c.window == 0 ? 0 : std::max<int64_t>(0, position - c.window + 1);
           const int64_t at = ((b * c.queries + t) * c.heads + h) * c.dim;
           std::vector<double> wanted(c.dim);
-          double sum = 0;
+          double sum = c.has_sinks ? std::exp(sinks[h]) : 0;
           for (int64_t p = first; p <= last; ++p) {
             const int64_t fresh = p - lengths[b];
             if (c.is_tree && fresh >= 0 && !seen[(b * c.queries + t) * c.queries + fresh]) continue;
@@ -99,7 +102,7 @@ struct Attention {
 
   static constexpr float kScale = 0.125f;
   const Case c;
-  std::vector<float> q, k_new, v_new, pool, out;
+  std::vector<float> q, k_new, v_new, pool, sinks, out;
   std::vector<int32_t> tables, lengths, depths;
   std::vector<uint8_t> seen;
   std::vector<int64_t> pool_dims;
@@ -114,6 +117,7 @@ TEST(attention_equals_the_formula_from_several_programs_at_once) {
       {1, 1, 2, 1, 32, 1, 300, 0},   // pages of one token, chunks
       {2, 9, 4, 2, 64, 8, 45, 0, true},    // trees, on threads
       {2, 6, 4, 2, 32, 4, 20, 30, true},   // trees, a window over the context
+      {2, 2, 6, 2, 24, 8, 70, 40, false, true},  // sinks
   };
   Threads threads;
   for (unsigned t = 0; t < 2; ++t) {

@@ -13,6 +13,7 @@ from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.gguf_file import GgufFile
 from jaxserve.models.loading.safetensors_files import SafetensorsFiles
+from jaxserve.models.registry import read_model_config
 from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
 from jaxserve.text.tokenizer import Tokenizer, read_json
 
@@ -42,7 +43,7 @@ class Checkpoint:
     model_config: ModelConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        config = ModelConfig.from_hf(self.config, self.generation_config, source=str(self.path))
+        config = read_model_config(self.config, self.generation_config, source=str(self.path))
         if self.tokenizer.vocab_size > config.vocab_size:
             raise ModelLoadError(
                 f"{self.path}: the tokenizer knows {self.tokenizer.vocab_size} token ids, "
@@ -65,13 +66,13 @@ def open_model_config(path: str | Path) -> ModelConfig:
     path = Path(path)
     if (path / "config.json").is_file():
         generation_config = _optional_json(path / "generation_config.json")
-        return ModelConfig.from_hf(read_json(path / "config.json"), generation_config, source=str(path))
+        return read_model_config(read_json(path / "config.json"), generation_config, source=str(path))
     found = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if len(found) != 1:
         raise ModelLoadError(f"{path}: wanted a folder with config.json (or one .gguf file), found neither")
     if not found[0].is_file():
         raise ModelLoadError(f"{path}: no such file or folder; give a Hugging Face folder, a .gguf file or 'default'")
-    return ModelConfig.from_hf(GgufFile(found[0]).config, {}, source=str(path))
+    return read_model_config(GgufFile(found[0]).config, {}, source=str(path))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -219,7 +219,7 @@ def init_draft(
     *,
     num_layers: int = 1,
     intermediate_size: int | None = None,
-    target_ids: Sequence[int] | None = None,
+    target_ids: Sequence[int] | np.ndarray | None = None,
     feature_points: Sequence[int] | None = None,
     block_size: int = 8,
     mask_token_id: int = 0,

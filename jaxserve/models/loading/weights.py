@@ -71,7 +71,7 @@ def load_model(checkpoint: Checkpoint, dtype: Any) -> LoadedModel:
 
     Raises:
         ModelLoadError: an unknown architecture; a tensor that is missing, of the wrong shape, or not used by the model.
-            A head beside a tied embedding and rotary buffers may be present and are ignored.
+            A head beside a tied embedding, rotary buffers and the tensors of drafts may be present and are ignored.
     """
     config = checkpoint.model_config
     registered = registered_model_for(config)
@@ -81,6 +81,7 @@ def load_model(checkpoint: Checkpoint, dtype: Any) -> LoadedModel:
         found = fill_parameters(wanted, registered.weight_map(config, tensors), config.architecture)
         refuse_names("parameters without a tensor", [path for path in wanted if path not in found])
         unused = [n for n in tensors if n not in tensors.read and not n.endswith(IGNORED_SUFFIX)]
+        unused = [n for n in unused if not n.startswith(registered.draft_prefixes)]
         refuse_names(
             f"tensors that {config.architecture} does not use",
             [n for n in unused if not (config.tie_word_embeddings and n == "lm_head.weight")],

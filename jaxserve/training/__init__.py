@@ -1,0 +1,1 @@
+"""Training of draft models: text to train on, features of the target, losses, and the loop."""
