@@ -32,7 +32,7 @@ struct Problem {
   float* out;
   float scale;
   int64_t window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
-  const uint8_t* seen;    // [batch, queries, queries], null for a chain: whether new token i sees new token j <= i
+  const uint8_t* seen;    // [batch, queries, queries], null for a chain: whether new token i sees new token j
   const int32_t* depths;  // [batch, queries], null for a chain: position of a new token is context + depth
   const float* sinks;     // [heads], null without: one more score per head, which takes weight and gives no value
 };
@@ -109,7 +109,10 @@ JAXSERVE_INLINE void attend_chunk_of(const Problem& p, int64_t b, int64_t kv, in
     const int64_t first = context + p.depths[b * p.queries + query] - p.window + 1;
     return std::clamp<int64_t>(std::min(first, context) - begin, 0, span);
   };
-  const auto last_seen = [&](int64_t query) { return std::clamp<int64_t>(context + query + 1 - begin, 0, span); };
+  const auto last_seen = [&](int64_t query) {
+    const int64_t last = p.seen == nullptr ? query + 1 : p.queries;  // the mask may show later new tokens
+    return std::clamp<int64_t>(context + last - begin, 0, span);
+  };
 
   prefetch_rows(scratch.keys, 0, std::min(kBlock, span), p.dim);
   for (int64_t block = 0; block < span; block += kBlock) {

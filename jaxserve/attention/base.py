@@ -132,7 +132,8 @@ class Tree(NamedTuple):
     """How the new tokens of a row see each other when they are not a chain.
 
     Attributes:
-        seen: bool[B, Q, Q], whether new token i (first) sees new token j <= i.
+        seen: bool[B, Q, Q], whether new token i (first) sees new token j. In the tree of a verify step no token sees a
+            later one; in a drafted block all see each other.
         depths: int32[B, Q]: the position of a new token is context length + depth.
     """
 

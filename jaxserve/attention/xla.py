@@ -22,6 +22,11 @@ class XlaBackend(AttentionBackend):
     supports_trees = True
     supports_sinks = True
 
+    def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
+        if forward_mode is ForwardMode.DRAFT_EXTEND:  # audited: the snapshot is all it reads there, too
+            return SharedReadEnds.IN_REPLAY
+        return super().shared_read_ends(forward_mode)
+
     def attend(
         self, step: AttentionStep, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
     ) -> jax.Array:
@@ -82,7 +87,7 @@ class XlaLiveBackend(XlaBackend):
     reads_live = True
 
     def shared_read_ends(self, forward_mode: ForwardMode) -> SharedReadEnds:
-        if forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        if forward_mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
             return SharedReadEnds.POST_REPLAY
         return SharedReadEnds.UNKNOWN
 

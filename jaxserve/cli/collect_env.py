@@ -123,7 +123,7 @@ def _backend(config: EngineConfig) -> AttentionBackend:
 def _fences(config: EngineConfig) -> dict[str, tuple[str, str]]:
     """Per forward mode: where reads are declared to end and where they end, and the fence of such a step."""
     from jaxserve.core.forward_mode import ForwardMode
-    from jaxserve.runner.step_runner import resolve_read_ends
+    from jaxserve.runner.phase_runner import resolve_read_ends
     from jaxserve.scheduler.war_barrier import fence_for
 
     backend, found = _backend(config), {}

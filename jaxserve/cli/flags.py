@@ -99,6 +99,8 @@ FLAGS = (
         choices=("shared", "upload", "functional"),
     ),
     Flag("speculative_algorithm", str, "who drafts tokens: NGRAM, or a registered name", metavar="NAME"),
+    Flag("speculative_draft_model_path", str, "the draft model or head", metavar="PATH"),
+    Flag("speculative_num_steps", int, "drafts in a row of a draft model", metavar="N"),
     Flag(
         "speculative_num_draft_tokens",
         int,

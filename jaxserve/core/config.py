@@ -50,7 +50,10 @@ class EngineConfig:
         shared_updates: how control rows reach the device: ``"shared"`` writes them in place; ``"upload"`` and
             ``"functional"`` exist to be compared with it.
         speculative_algorithm: name of a registered algorithm that drafts tokens; None: none.
-        speculative_num_draft_tokens: most tokens verified per sequence and step, the newest one included.
+        speculative_draft_model_path: the draft model or head, for algorithms that need one.
+        speculative_num_steps: drafts in a row of a draft model; None: as ``speculative_num_draft_tokens`` says.
+        speculative_num_draft_tokens: most tokens verified per sequence and step, the newest one included; None: as the
+            algorithm likes it.
         speculative_adaptive: draft as much as pays off, down to nothing; False: always as many as there are.
         speculative_ngram_fence: ``"coarse"`` reads drafts where they are used and waits for the whole execution;
             ``"relay"`` snapshots them and uses the backend's fence.
@@ -94,7 +97,9 @@ class EngineConfig:
     compat_unsound_fallback: bool = False
     shared_updates: SharedUpdates = "shared"
     speculative_algorithm: str | None = None
-    speculative_num_draft_tokens: int = 8
+    speculative_draft_model_path: str | None = None
+    speculative_num_steps: int | None = None
+    speculative_num_draft_tokens: int | None = None
     speculative_adaptive: bool = True
     speculative_ngram_fence: str = "coarse"
     speculative_ngram_match_type: str = "bfs"
@@ -149,7 +154,9 @@ class EngineConfig:
                     raise ConfigError(f"{flag} can corrupt output; add --allow-unsafe if this is an experiment")
 
     def _check_speculation(self) -> None:
-        self._check_range("speculative_num_draft_tokens", 2, 64)
+        for name, low, high in (("num_steps", 1, 63), ("num_draft_tokens", 2, 64)):
+            if getattr(self, f"speculative_{name}") is not None:
+                self._check_range(f"speculative_{name}", low, high)
         if self.speculative_algorithm is not None and not isinstance(self.speculative_algorithm, str):
             raise ConfigError(f"--speculative-algorithm must be a name, got {self.speculative_algorithm!r}")
         for name, choices in (("fence", ("coarse", "relay")), ("match_type", ("bfs", "prob"))):

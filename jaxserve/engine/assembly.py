@@ -24,7 +24,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.default_model import cache_folder, default_model_path
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
 from jaxserve.runner.buckets import make_buckets
-from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.model_runner import ModelRunner, plain_relay, relay_with_lengths
 from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
@@ -81,32 +81,44 @@ def available_memory_bytes(platform: str) -> int:
     return int(stats.get("bytes_limit", 0)) - int(stats.get("bytes_in_use", 0))
 
 
-def pool_pages(config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int) -> int:
-    """Pages of the pool, the null page included: as configured, or what the context, slots and memory call for."""
+def pool_pages(
+    config: EngineConfig, kv: KVLayout, context_length: int, free_bytes: int, draft_bytes_per_page: int = 0
+) -> int:
+    """Pages of the pool, the null page included: as configured, or what the context, slots and memory call for.
+
+    Args:
+        draft_bytes_per_page: KV of draft models that belongs to each page.
+    """
+    bytes_per_page = kv.bytes_per_page + draft_bytes_per_page
     if config.num_pages is not None:
         if config.num_pages * config.page_size < 2:
             raise ConfigError(f"--num-pages {config.num_pages} of 1 token holds no prompt and output; raise it")
         num_pages = config.num_pages + 1
-        if kv.bytes_per_page * num_pages > free_bytes:
+        if bytes_per_page * num_pages > free_bytes:
             raise ConfigError(
-                f"--num-pages {config.num_pages} needs {kv.bytes_per_page * num_pages // MIB} MiB of KV, "
+                f"--num-pages {config.num_pages} needs {bytes_per_page * num_pages // MIB} MiB of KV, "
                 f"{free_bytes // MIB} MiB are free; lower it"
             )
         return num_pages
     tokens = min(config.max_running_requests * context_length, max(context_length, DEFAULT_POOL_TOKENS))
     wanted = ceil_div(tokens, config.page_size) + 1
-    affordable = int(free_bytes * config.mem_fraction_static) // kv.bytes_per_page
+    affordable = int(free_bytes * config.mem_fraction_static) // bytes_per_page
     one_sequence = ceil_div(context_length, config.page_size) + 1
     if affordable < one_sequence:
         raise ConfigError(
             f"{free_bytes // MIB} MiB are free, but one sequence of {context_length} tokens needs "
-            f"{one_sequence * kv.bytes_per_page // MIB} MiB of KV; lower --context-length"
+            f"{one_sequence * bytes_per_page // MIB} MiB of KV; lower --context-length"
         )
     return min(wanted, affordable)
 
 
 def _checked_form(algorithm: SpeculativeAlgorithm, config: EngineConfig, backend: AttentionBackend) -> DraftForm:
     drafts = algorithm.draft_form(config)
+    if drafts.hands_rows and not backend.supports_trees:
+        raise ConfigError(
+            f"{algorithm.name} drafts blocks whose tokens see each other, but the attention backend {backend.name!r} "
+            "only lets tokens see those before them; choose another backend"
+        )
     if drafts.is_tree and not backend.supports_trees:
         raise ConfigError(
             f"{algorithm.name} drafts trees, but the attention backend {backend.name!r} only verifies chains; "
@@ -151,27 +163,38 @@ def assemble(
     kv = KVLayout(
         model_config.num_layers, model_config.num_kv_heads, model_config.head_dim, 1, config.page_size, jnp.dtype(dtype)
     )
-    num_pages = pool_pages(config, kv, context_length, available_memory_bytes(platform))
-    kv = KVLayout(kv.num_layers, kv.num_kv_heads, kv.head_dim, num_pages, kv.page_size, kv.dtype)
-    progress(f"KV pool: {num_pages - 1} pages of {kv.page_size} tokens, {kv.bytes_per_page * num_pages // MIB} MiB")
-
     num_ids = min(checkpoint.tokenizer.vocab_size, model_config.vocab_size)
-    algorithm = make_algorithm(AlgorithmContext(config, num_ids, checkpoint.tokenizer.encode))
-    drafts = CHAIN if algorithm is None else _checked_form(algorithm, config, backend)
+    algorithm = make_algorithm(AlgorithmContext(config, num_ids, checkpoint.tokenizer.encode, jnp.dtype(dtype)))
+    drafts, draft_kv = CHAIN, 0
+    if algorithm is not None:
+        drafts = _checked_form(algorithm, config, backend)
+        algorithm.load(model, checkpoint.tokenizer)
+        draft_kv = algorithm.kv_bytes_per_page(config.page_size)
+    num_pages = pool_pages(config, kv, context_length, available_memory_bytes(platform), draft_kv)
+    kv = KVLayout(kv.num_layers, kv.num_kv_heads, kv.head_dim, num_pages, kv.page_size, kv.dtype)
+    kv_mib = (kv.bytes_per_page + draft_kv) * num_pages // MIB
+    progress(f"KV pool: {num_pages - 1} pages of {kv.page_size} tokens, {kv_mib} MiB")
+
     layout = RowLayout(
         config.max_running_requests, ceil_div(context_length, config.page_size),
-        num_drafts=max(buckets.verify_tokens, default=1) - 1,
+        num_drafts=0 if drafts.is_relayed else max(buckets.verify_tokens, default=1) - 1,
     )  # fmt: skip
     rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
-    runner = ModelRunner(model, backend, rows, kv, config, platform)
+    runner = ModelRunner(
+        model, backend, rows, kv, config, platform, make_relay=relay_with_lengths if drafts.is_relayed else plain_relay
+    )
+    worker: TargetWorker | None = None
     try:
         step_runner = StepRunner(
-            runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size, drafts=drafts
-        )
+            runner, buckets, on_late_compile, num_ids=checkpoint.tokenizer.vocab_size, drafts=drafts,
+            feature_points=() if algorithm is None else algorithm.feature_points,
+        )  # fmt: skip
         worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
         speculation = None
         if algorithm is not None:
-            speculation = Speculation(algorithm, buckets, num_ids, config.speculative_adaptive)
+            speculation = Speculation(
+                algorithm, buckets, num_ids, config.speculative_adaptive, is_relayed=drafts.is_relayed
+            )
         barrier = WarBarrier(
             rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier
         )
@@ -182,6 +205,6 @@ def assemble(
             chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size, speculation=speculation,
         )  # fmt: skip
     except BaseException:
-        runner.close()  # its channel and its thread would outlive everything else
+        (worker or runner).close()  # its channel and its thread would outlive everything else
         raise
     return EngineParts(checkpoint, model, context_length, rows, worker, scheduler, platform)

@@ -25,6 +25,7 @@ from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.scheduler.war_barrier import fence_for
+from jaxserve.speculative.registry import settled
 from jaxserve.text.chat_template import encode_chat
 from jaxserve.timeline.recorder import RECORDER, span
 
@@ -43,7 +44,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] = lambda message: None):
-        self.config = config
+        self.config = config = settled(config)
         self.progress = progress
         self._late_compiles = 0
         self._race_check = _start_race_check() if config.race_check else None
@@ -288,7 +289,7 @@ class Engine:
     def _fail_running(self, error: BaseException) -> list[OutputDelta]:
         """After a failed execution: the donated pool is gone, so every sequence that had KV in it fails. Waiting
         requests are served as if nothing had happened."""
-        runner = self.parts.worker.model_runner
+        worker = self.parts.worker
         # Rows may not be rewritten, nor memory taken again, under a launch that still runs. It ends by itself: what it
         # waits for times out.
         deadline = time.monotonic() + self.config.fence_timeout_s
@@ -296,10 +297,9 @@ class Engine:
             journal.gave_up(launch.number)
             launch.settle(deadline - time.monotonic())
         self._in_flight.clear()
-        runner.channel.abandon_all()
-        runner.shared_read_done_event = None
+        worker.give_up()
         stream_error = self.parts.rows.recover()
-        runner.reset_device_state()
+        worker.reset_device_state()
         deltas = []
         message = f"{type(error).__name__}: {error}"
         if stream_error is not None:  # the cause; the step only met its consequence
@@ -316,16 +316,15 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles every program and runs one prefill and one decode step, so that the first request is not special."""
         start = time.monotonic()
-        runner = self.parts.worker.step_runner
-        steps, preps = runner.program_keys()
-        total, done = len(steps) + len(preps), 0
+        worker = self.parts.worker
+        total, done = sum(len(keys) for runner in worker.step_runners for keys in runner.program_keys()), 0
 
         def report(label: str, seconds: float) -> None:
             nonlocal done
             done += 1
             self.progress(f"compiling programs {done}/{total}: {label} ({seconds:.1f} s)")
 
-        runner.warm_up(report)
+        worker.warm_up(report)
         pool_tokens = self.scheduler.pool.num_usable * self.scheduler.pool.page_size
         budget = max(1, min(2, self.context_length - 1, pool_tokens - 1))
         self.add(Request("warm-up", (0,), SamplingParams(max_tokens=budget, temperature=0.0, ignore_eos=True)))
@@ -349,8 +348,8 @@ class Engine:
         """Per forward mode: where the backend declares that reads end, where they end, and the fence of such a step."""
         worker, barrier = self.parts.worker, self.scheduler.barrier
         found = {}
-        for mode in worker.step_runner.buckets.modes():
-            declared, resolved = worker.step_runner.read_ends(mode)
+        for mode in worker.step_runner.modes():
+            declared, resolved = worker.read_ends(mode)
             cleared = worker.coarse_reason(mode)
             fence = fence_for(
                 resolved, mode, force_coarse=barrier.force_coarse, disabled=barrier.disabled,

@@ -14,7 +14,8 @@ A draft model is an ``nnx.Module`` with
 
 EAGLE and EAGLE-3 are called with ``(token_ids, positions, features, attend)``. Row i of a sequence holds the target's
 features of position i together with the token at position i + 1, at rotary position i, and predicts the token at
-position i + 2. What comes out are the features of the next row, so that a chain of guesses feeds on itself. DFLASH is
+position i + 2. What comes out are the features of the next row, so that a chain of guesses feeds on itself. MTP layers
+are called the same way, but every one of them takes the target's features; see ``models.mimo_v2_mtp``. DFLASH is
 different; see ``models.dflash``.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -75,8 +77,10 @@ def apply_experts(
     order = jnp.argsort(chosen.reshape(-1), stable=True)
     counts = jnp.bincount(chosen.reshape(-1), length=gate_up.shape[0])
     rows = x[order // num_chosen]
-    grouped = expert_blocks if jax.default_backend() == "cpu" else expert_groups
-    out = grouped(rows, gate_up, down, counts, min(num_tokens, _BLOCK_ROWS))
+    out = jax.lax.platform_dependent(
+        rows, gate_up, down, counts,
+        cpu=partial(expert_blocks, block_rows=min(num_tokens, _BLOCK_ROWS)), default=expert_groups,
+    )  # fmt: skip
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(num_tokens, num_chosen, -1)
     return jnp.einsum("tkh,tk->th", out.astype(jnp.float32), weights).astype(x.dtype)
 
@@ -114,12 +118,10 @@ def expert_blocks(
     return jax.lax.fori_loop(0, ends[-1], one_block, jnp.zeros_like(padded))[:num_rows]
 
 
-def expert_groups(
-    rows: jax.Array, gate_up: jax.Array, down: jax.Array, counts: jax.Array, block_rows: int = 0
-) -> jax.Array:
+def expert_groups(rows: jax.Array, gate_up: jax.Array, down: jax.Array, counts: jax.Array) -> jax.Array:
     """The same by two grouped matrix products, for devices: a loop of unknown length would stop for the host each turn.
 
-    Args and result as ``expert_blocks``; ``block_rows`` is not used.
+    Arguments and result as of ``expert_blocks``.
     """
     gate, up = jnp.split(jax.lax.ragged_dot(rows, gate_up.swapaxes(1, 2), counts), 2, axis=1)
     return jax.lax.ragged_dot(jax.nn.silu(gate) * up, down.swapaxes(1, 2), counts)

@@ -25,6 +25,7 @@ class StepBatch(Generic[Owner]):
         tokens: int32[1, n] prompt tokens of EXTEND, else None.
         queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
         num_drafted: drafts of all rows of TARGET_VERIFY together.
+        next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -36,4 +37,5 @@ class StepBatch(Generic[Owner]):
     tokens: np.ndarray | None = None
     queries: int = 1
     num_drafted: int = 0
+    next_token: int = -1
     samples: bool = True

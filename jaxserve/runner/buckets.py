@@ -35,11 +35,6 @@ class Buckets:
         """The smallest width, in tokens, that holds a sequence of ``max_length``."""
         return bucket_for(max_length, self.width_tokens)
 
-    def modes(self) -> tuple[ForwardMode, ...]:
-        """The forward modes there are programs for."""
-        verify = (ForwardMode.TARGET_VERIFY,) if self.verify_tokens else ()
-        return (ForwardMode.EXTEND, ForwardMode.DECODE, *verify)
-
     def all_sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
         """(mode, batch, queries, width in tokens) of every program; prefill first, largest last."""
         sizes = []
@@ -60,6 +55,7 @@ def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool)
     verify: tuple[int, ...] = ()
     if config.speculative_algorithm is not None:
         most = config.speculative_num_draft_tokens
+        assert most is not None, "the algorithm fills in what is not set"
         verify = powers_of_two(most, min(SMALLEST_VERIFY, most)) if config.speculative_adaptive else (most,)
     chunk = min(config.chunked_prefill_size, context_length)
     prefill = config.prefill_token_buckets or powers_of_two(chunk, min(SMALLEST_PREFILL, chunk))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jaxserve.barrier import journal
 from jaxserve.barrier.faults import pass_fault
 from jaxserve.barrier.tickets import Event
 from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.handover import Handover
 from jaxserve.runner.sampler import Sampled
 
 
@@ -34,6 +37,26 @@ class StepResult:
     finite: np.ndarray
 
 
+class Phase(NamedTuple):
+    """One launch of one runner; a step is one of them, or several in a row.
+
+    Attributes:
+        outputs: what its program returns.
+        ready: an array that is ready when its program has ended.
+        read_ends: where its reads of shared rows end, as resolved; None: it reads none.
+        read_done: recorded there; None where nobody records that.
+        step_done: recorded when its program ends.
+        number: its launch id.
+    """
+
+    outputs: Any
+    ready: jax.Array
+    read_ends: SharedReadEnds | None
+    read_done: Event | None
+    step_done: Event
+    number: int
+
+
 @dataclass(frozen=True)
 class Launch:
     """A step in flight.
@@ -48,6 +71,10 @@ class Launch:
             under that name (``ngram``). It becomes a label of ``jaxserve:fences_total``: few values, each a word.
             None: nothing to add to what the read ends say.
         number: its launch id.
+        handover: what a draft model goes on from, on the device; None where there is none.
+        later: what was launched after the target model's program, in order; ``read_ends``, ``read_done`` and
+            ``step_done`` are those of the last one that reads shared rows.
+        other_events: records of the others.
     """
 
     batch: StepBatch
@@ -59,12 +86,29 @@ class Launch:
     counts: jax.Array | None = None
     coarse_reason: str | None = None
     number: int = 0
+    handover: Handover | None = None
+    later: tuple[Phase, ...] = ()
+    other_events: tuple[Event, ...] = ()
+
+    def followed_by(self, phase: Phase) -> Launch:
+        """The step with one more phase, which ends it."""
+        if phase.read_ends is None:
+            return dataclasses.replace(
+                self, later=(*self.later, phase), other_events=(*self.other_events, phase.step_done)
+            )
+        events = [event for event in (self.read_done, self.step_done) if event is not None]
+        return dataclasses.replace(
+            self, read_ends=phase.read_ends, read_done=phase.read_done, step_done=phase.step_done,
+            later=(*self.later, phase), other_events=(*self.other_events, *events),
+        )  # fmt: skip
 
     def is_done(self) -> bool:
-        """Polls: the execution has ended, well or not."""
-        ended = self.sampled.tokens.is_ready()  # type: ignore[attr-defined]
+        """Polls: the executions have ended, well or not."""
+        phases = [(self.sampled.tokens, self.number), *((phase.ready, phase.number) for phase in self.later)]
+        ended = all(ready.is_ready() for ready, _ in phases)  # type: ignore[attr-defined]
         if ended:
-            journal.collected(self.number)
+            for _, number in phases:
+                journal.collected(number)
         return ended
 
     def settle(self, timeout_s: float) -> None:
@@ -76,7 +120,7 @@ class Launch:
         deadline = time.monotonic() + timeout_s
         while not self.is_done() and time.monotonic() < deadline:
             time.sleep(0.001)
-        for event in (self.read_done, self.step_done):
+        for event in (*self.other_events, self.read_done, self.step_done):
             if event is not None:
                 event.abandon()
 

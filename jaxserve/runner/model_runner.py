@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,19 @@ from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.completion import CompletionWatcher
+from jaxserve.runner.handover import Relay
 
 log = logging.getLogger(__name__)
+
+
+def plain_relay(num_rows: int) -> Relay:
+    """The relay of a target model whose lengths the host knows."""
+    return Relay(jnp.zeros(num_rows, jnp.int32))
+
+
+def relay_with_lengths(num_rows: int) -> Relay:
+    """The relay of a target model whose drafts never pass the host."""
+    return Relay(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, jnp.int32))
 
 
 class ModelRunner:
@@ -27,13 +40,15 @@ class ModelRunner:
         shared_read_done_event: the read-done mailbox. The newest event at which a launch's reads of shared rows end, or
             None, which means: use the full-execution fence. A phase clears it when it starts and may publish one event;
             only the barrier takes it, and only from the worker's ``last_shared_read_runner``.
-        pool, relay: KV pool and the newest token of every slot, int32[slots + 1]; donated to each launch in turn.
+        pool, relay: KV pool and what one launch leaves for the next by slot: ``Relay`` of a target model, the drafts
+            int32[slots + 1, D] of a draft model. Donated to each launch in turn.
         newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
         has_marker: whether programs hold the barrier's FFI operations.
     """
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, rows: SharedRows, kv: KVLayout,
-                 config: EngineConfig, platform: str, name: str = "target"):  # fmt: skip
+                 config: EngineConfig, platform: str, name: str = "target",
+                 make_relay: Callable[[int], Any] = plain_relay):  # fmt: skip
         self.model = model
         self.backend = backend
         self.rows = rows
@@ -44,6 +59,7 @@ class ModelRunner:
         self.has_marker = config.shared_read_marker
         self.shared_read_done_event: Event | None = None
         self.newest_launch = 0
+        self._make_relay = make_relay
         self._allocate_device_state()
         self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
         self.watcher = None if self.has_marker else CompletionWatcher()
@@ -51,7 +67,7 @@ class ModelRunner:
     def _allocate_device_state(self) -> None:
         pass_fault("allocate", "KV pool")
         self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
-        self.relay = jnp.zeros(self.rows.layout.num_slots + 1, jnp.int32)
+        self.relay = self._make_relay(self.rows.layout.num_slots + 1)
 
     def take_shared_read_done_event(self) -> Event | None:
         """Reads the mailbox and clears it, so that no later barrier can meet an old event."""

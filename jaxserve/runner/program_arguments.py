@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, RowLayout
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.handover import Handover, Relay
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
 
 STEP_DONATES = (1, 2)  # pool and relay
-STEP_ARGUMENTS = ("leaves", "pool", "relay", "ticket", "tables", "inputs", "private")
-PREP_ARGUMENTS = ("ticket", "tables", "inputs")
+STEP_ARGUMENTS = ("leaves", "pool", "relay", "ticket", "tables", "inputs", "private", "drafted")
+PREP_ARGUMENTS = ("ticket", "tables", "inputs", "lengths")
+DRAFT_ARGUMENTS = ("leaves", "pool", "drafted", "ticket", "tables", "inputs", "private", "handover")
+DRAFT_PREP_ARGUMENTS = ("ticket", "tables", "inputs", "handover")
 
 
 def _ints(*shape: int) -> Any:
@@ -25,32 +29,80 @@ def _ints(*shape: int) -> Any:
 
 
 def prep_arguments(key: ProgramKey, layout: RowLayout) -> tuple:
-    """(ticket, tables, inputs) of a prep program; see ``make_prep_program``."""
+    """(ticket, tables, inputs, lengths) of a prep program; see ``make_prep_program``."""
+    is_relayed = key.drafts is not None and key.drafts.is_relayed
+    return *_common_arguments(key, layout), _ints(layout.num_slots + 1) if is_relayed else None
+
+
+def _common_arguments(key: ProgramKey, layout: RowLayout) -> tuple:
     shape = key.shape
     queries = shape.queries if shape.mode is ForwardMode.EXTEND else 1
     ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
     tables = [jax.ShapeDtypeStruct((rows, columns), dtype) for rows, columns, dtype in layout.shapes().values()]
-    inputs = HostInputs(_ints(shape.batch), _ints(shape.batch, queries), _ints(), _ints(shape.batch))
+    inputs = HostInputs(_ints(shape.batch), _ints(shape.batch, queries), _ints(), _ints(shape.batch), _ints())
     return ticket, tables, inputs
 
 
+def _private_arguments(key: ProgramKey) -> tuple | None:
+    if key.source is not RowSource.PRIVATE:
+        return None
+    b, q, w = key.shape.batch, key.shape.queries, key.shape.table_width
+    return _rows(b, w, key.early_drafts), StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q))
+
+
+def _rows(batch: int, width: int, num_drafts: int) -> StepRows:
+    drafts = [_ints(batch, num_drafts)] * 2 if num_drafts else []
+    floats: Any = jax.ShapeDtypeStruct((batch, NUM_SAMPLING_FLOATS), jnp.float32)
+    return StepRows(_ints(batch), _ints(batch, width), _ints(batch), floats, _ints(batch, NUM_SAMPLING_INTS), *drafts)
+
+
 def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout) -> tuple:
-    """(leaves, pool, relay, ticket, tables, inputs, private) of a step program; see ``make_step_program``.
+    """(leaves, pool, relay, ticket, tables, inputs, private, drafted) of a step program; see ``make_step_program``.
 
     Args:
         leaves: weights, or anything with their shapes and dtypes.
     """
-    shape = key.shape
-    ticket, tables, inputs = prep_arguments(key, layout)
-    weights = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    pool = PagedKV(jax.ShapeDtypeStruct(kv.shape, kv.dtype))  # type: ignore[arg-type]
-    private = None
-    if key.source is RowSource.PRIVATE:
-        b, q, w = shape.batch, shape.queries, shape.table_width
-        drafts = [_ints(b, key.early_drafts)] * 2 if key.early_drafts else []
-        floats: Any = jax.ShapeDtypeStruct((b, NUM_SAMPLING_FLOATS), jnp.float32)
-        private = (
-            StepRows(_ints(b), _ints(b, w), _ints(b), floats, _ints(b, NUM_SAMPLING_INTS), *drafts),
-            StepMetadata(_ints(b, w), _ints(b), _ints(b, q), _ints(b, q)),
-        )
-    return weights, pool, _ints(layout.num_slots + 1), ticket, tables, inputs, private
+    rows = layout.num_slots + 1
+    ticket, tables, inputs = _common_arguments(key, layout)
+    relay = Relay(_ints(rows), _ints(rows) if key.hands_over else None)
+    is_relayed = key.drafts is not None and key.drafts.is_relayed
+    drafted = _ints(rows, key.shape.queries - 1) if is_relayed else None
+    return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(key), drafted
+
+
+def handover_arguments(key: ProgramKey, features: int, dtype: Any, hands_rows: bool) -> Handover:
+    """What a draft program of this key is handed, with ``features`` numbers per entry (0: none)."""
+    b, q = key.shape.batch, key.shape.queries
+    observed: Any = jax.ShapeDtypeStruct((b, q, features), dtype) if features else None
+    rows = _rows(b, key.shape.table_width, 0) if hands_rows else None
+    return Handover(_ints(b), _ints(b, q), _ints(b), _ints(b), observed, rows)
+
+
+def draft_prep_arguments(key: ProgramKey, layout: RowLayout, handover: Handover) -> tuple:
+    """(ticket, tables, inputs, handover) of a draft model's prep program; see ``make_draft_prep_program``."""
+    return *_common_arguments(key, layout), handover
+
+
+def draft_arguments(
+    key: ProgramKey,
+    layout: RowLayout,
+    leaves: Sequence[Any],
+    kv: KVLayout,
+    handover: Handover,
+    num_drafts: int,
+    extra_entries: int,
+) -> tuple:
+    """(leaves, pool, drafted, ticket, tables, inputs, private, handover) of a draft program; see
+    ``make_draft_program``."""
+    ticket, tables, inputs = _common_arguments(key, layout)
+    wider = dataclasses.replace(key, shape=dataclasses.replace(key.shape, queries=key.shape.queries + extra_entries))
+    drafted = _ints(layout.num_slots + 1, num_drafts)
+    return _abstract(leaves), _pool(kv), drafted, ticket, tables, inputs, _private_arguments(wider), handover
+
+
+def _abstract(leaves: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _pool(kv: KVLayout) -> PagedKV:
+    return PagedKV(jax.ShapeDtypeStruct(kv.shape, kv.dtype))  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import JaxserveError
-from jaxserve.runner.program_arguments import PREP_ARGUMENTS, STEP_ARGUMENTS
 from jaxserve.runner.step_program import ProgramKey
 
 log = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ class ProgramCache:
         kind: name used in messages.
         make: key -> traceable function.
         arguments: key -> the abstract arguments it is compiled for.
+        names: what messages call the arguments.
         donate: positions of donated arguments.
         late: called with a label when a program is compiled after warm-up (to count and log it).
 
@@ -41,10 +41,11 @@ class ProgramCache:
     """
 
     def __init__(self, kind: str, make: Callable[[ProgramKey], Callable], arguments: Callable[[ProgramKey], tuple],
-                 donate: tuple[int, ...], late: Callable[[str], None]):  # fmt: skip
+                 names: tuple[str, ...], donate: tuple[int, ...], late: Callable[[str], None]):  # fmt: skip
         self.kind = kind
         self._make = make
         self._arguments = arguments
+        self._names = names
         self.donate = donate
         self._late = late
         self._compiled: dict[ProgramKey, Any] = {}
@@ -98,10 +99,9 @@ class ProgramCache:
     def _explain(self, key: ProgramKey, arguments: tuple) -> str:
         wanted, _ = jax.tree_util.tree_flatten_with_path(self._arguments(key))
         found, _ = jax.tree_util.tree_flatten_with_path(arguments)
-        names = PREP_ARGUMENTS if self.kind == "prep" else STEP_ARGUMENTS
         for (path, want), (_, got) in zip(wanted, found, strict=False):
             if want.shape != got.shape or want.dtype != got.dtype:
-                name = names[path[0].idx] + jax.tree_util.keystr(path[1:])
+                name = self._names[path[0].idx] + jax.tree_util.keystr(path[1:])
                 return f"{self.kind} {key.label} retraced: {name} {_describe(got)}, was {_describe(want)}"
         return ""
 

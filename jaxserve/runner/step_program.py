@@ -1,7 +1,7 @@
 """The step program: what one launch computes, from shared rows to sampled tokens.
 
 rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
-tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the draft rows (verify)
+tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the drafts (verify)
 layers     the model's own code; its attention calls come back to the backend
 sampled    logits, sampler; in verify, acceptance; the newest token into the relay
 KV write   every layer's new keys and values, after the last read of the pool; in verify, those of accepted tokens only
@@ -33,6 +33,14 @@ from jaxserve.barrier import ops
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.handover import (
+    Handover,
+    Relay,
+    bounded_lengths,
+    observed_call,
+    relay_after,
+    tokens_behind,
+)
 from jaxserve.runner.sampler import Sampled, sample
 from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geometry
 
@@ -45,22 +53,27 @@ class RowSource(Enum):
     SNAPSHOT: the snapshot op at its head, which waits for the writes and records the end of the reads.
     COPY: plain XLA reads of the shared buffers, with no marker; the host has waited for the writes.
     PRIVATE: rows and metadata are operands, made by a prep program launched before.
+    HANDED: rows are an operand, handed over by the target model's program.
     """
 
     SNAPSHOT = auto()
     COPY = auto()
     PRIVATE = auto()
+    HANDED = auto()
 
 
 class DraftRows(Enum):
-    """How a verify program reads the drafts the scheduler wrote into shared rows.
+    """Where a verify program gets its drafts.
 
-    SNAPSHOT: with the other rows, ahead of the marker. LIVE: where they are used, the acceptance at the end included;
-    the marker does not end these reads, so such a launch needs the full-execution fence.
+    SNAPSHOT: from shared rows the scheduler wrote, read with the other rows, ahead of the marker. LIVE: from the same,
+    where they are used, the acceptance at the end included; the marker does not end these reads, so such a launch needs
+    the full-execution fence. RELAYED: from a draft model's launch, as an operand; context lengths then come from the
+    relay too, because a step can be planned before it is known how many drafts of the last one held.
     """
 
     SNAPSHOT = auto()
     LIVE = auto()
+    RELAYED = auto()
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,12 @@ class DraftForm:
 
     rows: DraftRows = DraftRows.SNAPSHOT
     is_tree: bool = False
+    hands_rows: bool = False  # RELAYED: whether the draft model is handed the rows instead of reading them
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether drafts never pass the host."""
+        return self.rows is DraftRows.RELAYED
 
 
 CHAIN = DraftForm()
@@ -84,6 +103,9 @@ class ProgramKey:
     hold_points: bool = False
     noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
     drafts: DraftForm | None = None  # of TARGET_VERIFY
+    hands_over: bool = False  # whether a draft model goes on from what the program computed
+    hands_rows: bool = False  # whether it is handed the private rows, too
+    feature_points: tuple[int, ...] = ()  # where it observes the model, see ``models.draft``
 
     @property
     def early_drafts(self) -> int:
@@ -107,12 +129,14 @@ class HostInputs(NamedTuple):
         tokens: int32[1, Q] of an EXTEND chunk; int32[B, 1], unused, elsewhere: tokens come from relay and draft rows.
         num_tokens: int32[], valid tokens of an EXTEND chunk.
         relay_slots: int32[B], where the sampled tokens go in the relay: the null slot when nobody needs them.
+        next_token: int32[], of an EXTEND chunk that is not a prompt's last: the token behind it; else -1.
     """
 
     row_ids: jax.Array
     tokens: jax.Array
     num_tokens: jax.Array
     relay_slots: jax.Array
+    next_token: jax.Array
 
 
 class StepOutputs(NamedTuple):
@@ -124,10 +148,11 @@ class StepOutputs(NamedTuple):
     """
 
     pool: PagedKV
-    relay: jax.Array
+    relay: Relay
     sampled: Sampled
     end: jax.Array
     counts: jax.Array | None = None
+    handover: Handover | None = None
 
 
 def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_ids: jax.Array) -> StepRows:
@@ -170,7 +195,7 @@ def read_drafts(
     Args:
         point: hold point ahead of live reads.
     """
-    assert key.drafts is not None
+    assert key.drafts is not None and not key.drafts.is_relayed
     widths = [key.shape.queries - 1] * 2
     if key.drafts.rows is DraftRows.SNAPSHOT:
         tokens, parents = rows.draft_tokens, rows.draft_parents
@@ -200,12 +225,17 @@ def emitted(sampled: Sampled, path: jax.Array, counts: jax.Array) -> tuple[Sampl
 
 
 def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
-    """``prep(ticket, tables, inputs) -> (StepRows, StepMetadata)``: reads and planning as a program of its own."""
+    """``prep(ticket, tables, inputs, lengths) -> (StepRows, StepMetadata)``: the reads, as a program of its own.
 
-    def prep(ticket, tables: list[jax.Array], inputs: HostInputs):
+    ``lengths``: int32[slots + 1] of the relay, where they come from there; else None.
+    """
+
+    def prep(ticket, tables: list[jax.Array], inputs: HostInputs, lengths: jax.Array | None):
         row_ids = tables[0] if key.shape.mode is ForwardMode.DECODE else inputs.row_ids
         num_tokens = inputs.num_tokens if key.shape.mode is ForwardMode.EXTEND else None
         rows = read_rows(key, ticket, tables, row_ids)
+        if lengths is not None:
+            rows = rows._replace(lengths=bounded_lengths(key.shape, lengths)[rows.slots])
         return rows, backend.prep(rows, key.shape, num_tokens)
 
     return prep
@@ -220,7 +250,8 @@ def make_step_program(
 ) -> Callable:
     """The step program.
 
-    ``step(leaves, pool, relay, ticket, tables, inputs, private) -> StepOutputs``, with pool and relay donated.
+    ``step(leaves, pool, relay, ticket, tables, inputs, private, drafted) -> StepOutputs``, with pool and relay donated.
+    ``drafted``: int32[slots + 1, D >= Q - 1], chains of drafts by slot, where they are RELAYED; else None.
 
     Args:
         bind: weights list -> model, called while tracing.
@@ -229,26 +260,39 @@ def make_step_program(
     """
     shape = key.shape
     mode = shape.mode
+    is_relayed = key.drafts is not None and key.drafts.is_relayed
 
-    def step(leaves, pool: PagedKV, relay, ticket, tables: list[jax.Array], inputs: HostInputs,
-             private: tuple[StepRows, StepMetadata] | None) -> StepOutputs:  # fmt: skip
+    def step(leaves, pool: PagedKV, relay: Relay, ticket, tables: list[jax.Array], inputs: HostInputs,
+             private: tuple[StepRows, StepMetadata] | None, drafted: jax.Array | None) -> StepOutputs:  # fmt: skip
         num_tokens = inputs.num_tokens if mode is ForwardMode.EXTEND else None
+        lengths = bounded_lengths(shape, relay.lengths) if is_relayed and relay.lengths is not None else None
         if private is None:
             row_ids = tables[0] if mode is ForwardMode.DECODE else inputs.row_ids
             rows = read_rows(key, ticket, tables, row_ids)
+            if is_relayed:
+                assert lengths is not None
+                rows = rows._replace(lengths=lengths[rows.slots])
             metadata = backend.prep(rows, shape, num_tokens)
         else:
             rows, metadata = private
             if key.noted:
                 rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
-        live = LiveRows(rows.slots, tables[1], tables[2], ffi=key.end_record, used=set() if key.noted else None)
+        live_lengths = tables[2] if lengths is None else lengths[:, None]
+        live = LiveRows(rows.slots, tables[1], live_lengths, ffi=key.end_record, used=set() if key.noted else None)
         tree = None
         positions = metadata.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)
         if mode is ForwardMode.EXTEND:
             tokens = inputs.tokens
         else:
-            tokens = relay[rows.slots][:, None]  # [B, Q]
-        if key.drafts is not None:
+            tokens = relay.tokens[rows.slots][:, None]  # [B, Q]
+        if is_relayed:
+            assert drafted is not None
+            draft_tokens, parents = (
+                drafted[rows.slots, : shape.queries - 1],
+                chain_parents(shape.batch, shape.queries - 1),
+            )
+            tokens = jnp.concatenate([tokens, draft_tokens], 1)
+        elif key.drafts is not None:
             draft_tokens, parents = read_drafts(key, ticket, rows, tables, metadata.lengths, "drafts.before_reads")
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
             if key.drafts.is_tree:
@@ -266,7 +310,9 @@ def make_step_program(
             return attend_layer(backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
 
         model = bind(leaves)
-        hidden = model(tokens.reshape(-1), positions.reshape(-1), attend)
+        hidden, features = observed_call(model, tokens.reshape(-1), positions.reshape(-1), attend, key.feature_points)
+        if features is not None:
+            features = features.reshape(shape.batch, shape.queries, -1)
         if mode is ForwardMode.EXTEND:  # only the chunk's last token can be followed by a new one
             hidden = jax.lax.dynamic_slice_in_dim(hidden, inputs.num_tokens - 1, 1)
             sampled_positions = metadata.lengths + inputs.num_tokens
@@ -281,25 +327,40 @@ def make_step_program(
         newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
-            draft_tokens, parents = read_drafts(key, ticket, rows, tables, target, "drafts.before_acceptance")
+            if not is_relayed:
+                draft_tokens, parents = read_drafts(key, ticket, rows, tables, target, "drafts.before_acceptance")
             path, counts = accept(jnp.concatenate([tokens[:, :1], draft_tokens], 1), parents, target)
             sampled, newest = emitted(sampled, path, counts)
             # Accepted tokens are packed on their way to the pool, so nothing has to be moved there.
             keys, values = [[along_path(x, path) for x in fresh] for fresh in (keys, values)]
             is_accepted = jnp.arange(shape.queries, dtype=jnp.int32) < counts[:, None]
             write_pages = jnp.where(is_accepted, write_pages, 0)
-        relay = relay.at[inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots].set(newest)
+            features = None if features is None else along_path(features, path)
+        relay_slots = inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots
+        handover = None
+        if key.hands_over:
+            if counts is None:
+                behind = tokens_behind(inputs.tokens, inputs.num_tokens, inputs.next_token, newest[0])
+                handover = Handover(tokens[:, 0], behind, inputs.num_tokens[None], metadata.lengths, features)
+            else:
+                emitted_tokens = sampled.tokens.reshape(shape.batch, shape.queries)
+                handover = Handover(tokens[:, 0], emitted_tokens, counts, metadata.lengths, features)
+            if key.hands_rows:
+                handover = handover._replace(rows=rows._replace(draft_tokens=None, draft_parents=None))
+        relay = relay_after(relay, relay_slots, newest, handover)
         pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
-        results = [pool.data, relay, *sampled, *([] if counts is None else [counts])]
+        results = jax.tree.leaves((pool, relay, sampled, counts, handover))
         end = jnp.zeros(1, jnp.uint32)
         if key.noted:  # a backend that was given live rows may read them as late as XLA likes
             for index, source in sorted(live.used or ()):
+                if index == 2 and is_relayed:
+                    continue  # not a shared row
                 widths = [shape.table_width if index == 1 else 1]
                 results.append(ops.note_reads(ticket, rows.slots, [tables[index]], widths, source, *results))
         if key.end_record:
             end = ops.record_end(ticket, *results)
         elif key.noted:
             end = ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
-        return StepOutputs(pool, relay, sampled, end, counts)
+        return StepOutputs(pool, relay, sampled, end, counts, handover)
 
     return step

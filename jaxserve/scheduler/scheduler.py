@@ -160,12 +160,15 @@ class Scheduler:
         return StepBatch(
             self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
             tokens=np.array([chunk], np.int32), samples=last,
+            next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
         )  # fmt: skip
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
         """A decode or a verify step; None while it depends on tokens that are in flight."""
         if self.speculation is None:
             return self._plan_decode(sequences)
+        if self.speculation.is_relayed:
+            return self._plan_relayed(sequences, self.speculation.queries_for(sequences))
         if any(s.awaits_verify for s in sequences):
             return None
         queries = self.speculation.queries_for(sequences)
@@ -209,6 +212,23 @@ class Scheduler:
             queries=queries, num_drafted=num_drafted,
         )  # fmt: skip
 
+    def _plan_relayed(self, sequences: list[Sequence], queries: int) -> StepBatch[Sequence] | None:
+        """A verify step whose drafts a draft model makes on the device. How many held in the steps in flight is not
+        known, so room is made for all of them; ``num_scheduled`` counts them until the step is committed."""
+        ready = [s for s in sequences if self._grow(s, queries)]
+        ready = [s for s in ready if s.status is Status.RUNNING]
+        self._decode_next = False
+        if not ready:
+            return None
+        for sequence in ready:
+            sequence.num_scheduled += queries
+            sequence.num_in_flight += 1
+        return StepBatch(
+            self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), np.array([s.slot for s in ready], np.int32),
+            max(min(s.num_scheduled, s.max_total) for s in ready), queries=queries,
+            num_drafted=len(ready) * (queries - 1),
+        )  # fmt: skip
+
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
         ready = [s for s in sequences if self._grow(s)]
         ready = [s for s in ready if s.status is Status.RUNNING]  # one that was ready may have been preempted since
@@ -229,19 +249,21 @@ class Scheduler:
         self.step_number += 1
         return self.step_number
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Makes room for one more token, taking pages from the youngest sequence when none is free."""
+    def _grow(self, sequence: Sequence, count: int = 1) -> bool:
+        """Makes room for more tokens, taking pages from the youngest sequence when none is free."""
         while sequence.status is Status.RUNNING:
-            if self._allot(sequence, 1):
+            if self._allot(sequence, count):
                 return True
             self._preempt(next(s for s in reversed(self.running) if s.slot is not None))
         return False
 
     def _allot(self, sequence: Sequence, count: int) -> bool:
-        """Makes room for ``count`` more tokens from free pages; False, and nothing taken, when they do not suffice."""
+        """Makes room for ``count`` more tokens, none beyond its limit, from free pages; False, and nothing taken, when
+        they do not suffice."""
         assert sequence.slot is not None
         first = len(sequence.page_ids)
-        missing = ceil_div(sequence.num_scheduled + count, self.pool.page_size) - first
+        tokens = min(sequence.num_scheduled + count, sequence.max_total)
+        missing = ceil_div(tokens, self.pool.page_size) - first
         if missing <= 0:
             return True
         pages = self.pool.allocate(missing)
@@ -298,12 +320,18 @@ class Scheduler:
             sequence.awaits_verify = False
             if sequence.status is Status.FINISHED:
                 continue
-            count = int(result.counts[row])
-            if batch.mode is ForwardMode.TARGET_VERIFY:
+            count, num_relayed = int(result.counts[row]), 0
+            if self.speculation is not None and self.speculation.is_relayed:
+                num_relayed = batch.queries - 1
+                sequence.num_scheduled -= batch.queries - count if num_relayed else 0
+                count = min(count, sequence.max_total - len(sequence.token_ids))  # not even drafts know the limit
+            elif batch.mode is ForwardMode.TARGET_VERIFY:
                 sequence.num_scheduled += count
             before = len(sequence.token_ids)
             sequence.token_ids += result.tokens[row, :count].tolist()
-            verified = self.speculation.committed(sequence, count) if self.speculation is not None else None
+            verified = None
+            if self.speculation is not None:
+                verified = self.speculation.committed(sequence, count, num_relayed)
             committed += [
                 Committed(
                     sequence, sequence.token_ids[before + place], _logprob(sequence, result, row, place),

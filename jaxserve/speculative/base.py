@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
+from jaxserve.text.tokenizer import Tokenizer
+
+DEFAULT_DRAFT_TOKENS = 8
 
 
 class Proposals(NamedTuple):
@@ -39,11 +44,13 @@ class AlgorithmContext:
         config: the engine's settings.
         vocab_size: ids below it may be drafted.
         encode: text -> token ids, without special tokens.
+        dtype: of weights and KV.
     """
 
     config: EngineConfig
     vocab_size: int
     encode: Callable[[str], list[int]]
+    dtype: Any = np.float32
 
 
 class SpeculativeAlgorithm(ABC):
@@ -70,6 +77,33 @@ class SpeculativeAlgorithm(ABC):
         An algorithm whose drafts are read LIVE needs a worker that clears the target runner's mailbox.
         """
         return CHAIN
+
+    @classmethod
+    def settled(cls, config: EngineConfig) -> EngineConfig:
+        """The settings with what was left to the algorithm filled in.
+
+        Raises:
+            ConfigError: settings it cannot work with.
+        """
+        if config.speculative_num_draft_tokens is not None:
+            return config
+        return dataclasses.replace(config, speculative_num_draft_tokens=DEFAULT_DRAFT_TOKENS)
+
+    def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:  # noqa: B027  few have anything to load
+        """Loads what it needs besides the target model, before pools are sized.
+
+        Raises:
+            ModelLoadError: it does not fit the target model.
+        """
+
+    @property
+    def feature_points(self) -> tuple[int, ...]:
+        """Where the target model is observed for it, see ``models.draft``; asked after ``load``."""
+        return ()
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        """Bytes of KV of its own that belong to each page; asked after ``load``."""
+        return 0
 
     @abstractmethod
     def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:

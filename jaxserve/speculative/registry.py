@@ -8,14 +8,21 @@ import itertools
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
+from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
+from jaxserve.speculative.dflash import DflashAlgorithm
+from jaxserve.speculative.eagle import Eagle3Algorithm, EagleAlgorithm
 from jaxserve.speculative.ngram import NgramAlgorithm
+from jaxserve.speculative.standalone import StandaloneAlgorithm
 
 ENTRY_POINTS = "jaxserve.speculative_algorithms"
-_BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {NgramAlgorithm.name: NgramAlgorithm}
+_BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {
+    algorithm.name: algorithm
+    for algorithm in (NgramAlgorithm, EagleAlgorithm, Eagle3Algorithm, StandaloneAlgorithm, DflashAlgorithm)
+}
 # Names users of other engines know; they must not come to mean something else.
-_RESERVED = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "STANDALONE", "DFLASH")
+_RESERVED = ("NONE", "NEXTN", "MTP")
 _registered: dict[str, type[SpeculativeAlgorithm]] = {}
 _numbers = itertools.count(1)
 _OLD_GATE = "is_last_shared_read_phase"
@@ -88,6 +95,16 @@ def find_algorithm(name: str) -> type[SpeculativeAlgorithm]:
         why = "is not available in this version" if key in _RESERVED else "is unknown"
         raise ConfigError(f"speculative algorithm {name!r} {why}; there are {known}")
     return found
+
+
+def settled(config: EngineConfig) -> EngineConfig:
+    """The settings with what was left to the speculative algorithm filled in; the same without one.
+
+    Raises:
+        ConfigError: an unknown name, or settings the algorithm cannot work with.
+    """
+    name = config.speculative_algorithm
+    return config if name is None else find_algorithm(name).settled(config)
 
 
 def make_algorithm(context: AlgorithmContext) -> SpeculativeAlgorithm | None:

@@ -25,6 +25,7 @@ class Speculation:
         algorithm: who drafts.
         buckets: sizes verify programs exist for.
         num_ids: ids below it may be drafted.
+        is_relayed: whether drafts are made on the device, and never pass the host.
         is_adaptive: whether the number of drafts follows what earlier ones brought; else every step that has drafts
             verifies as many as the largest program takes.
 
@@ -32,8 +33,10 @@ class Speculation:
         figures: of every sequence since warm-up.
     """
 
-    def __init__(self, algorithm: SpeculativeAlgorithm, buckets: Buckets, num_ids: int, is_adaptive: bool):
+    def __init__(self, algorithm: SpeculativeAlgorithm, buckets: Buckets, num_ids: int, is_adaptive: bool,
+                 is_relayed: bool = False):  # fmt: skip
         self.algorithm = algorithm
+        self.is_relayed = is_relayed
         self.figures = SpeculationFigures()
         self.times = StepTimes()
         self._buckets = buckets
@@ -81,11 +84,22 @@ class Speculation:
         """These drafts of a sequence go into the next step."""
         self._sent[sequence] = tree
 
-    def committed(self, sequence: Sequence, num_new: int) -> VerifiedRow | None:
-        """The last ``num_new`` tokens of a sequence were committed; returns what came of its drafts, if it had any."""
+    def committed(self, sequence: Sequence, num_new: int, num_relayed: int = 0) -> VerifiedRow | None:
+        """The last ``num_new`` tokens of a sequence were committed; returns what came of its drafts, if it had any.
+
+        Args:
+            num_relayed: drafts of the step that a draft model made on the device; they were a chain.
+        """
         # Not from the records: with overlap a step is planned, and a record made, before the first token is known.
         is_new = sequence not in self._observed
         self._observed.add(sequence)
+        if num_relayed:
+            relayed = VerifiedRow(num_relayed, num_new - 1)
+            self.figures.verified(relayed, num_relayed)
+            failed = int(relayed.num_accepted < num_relayed)
+            self._watch.committed(num_new, relayed.num_accepted, failed, verified=True)
+            self.algorithm.observe(sequence.token_ids, len(sequence.token_ids) if is_new else num_new)
+            return relayed
         record = self._record(sequence)
         tree = self._sent.pop(sequence, None)
         row = None

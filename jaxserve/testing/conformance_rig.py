@@ -39,6 +39,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import LoadedModel, dummy_model
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.handover import Relay
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.sampling_rows import WANTS_LOGPROBS
@@ -215,7 +216,7 @@ class Rig:
         for name, values in self.right.items():
             self.rows.write_table(name, values)
         self.runner.pool = PagedKV(jnp.array(self._pool, self.kv.dtype))
-        self.runner.relay = jnp.arange(SLOTS + 1, dtype=jnp.int32) * 13 % 96
+        self.runner.relay = Relay(jnp.arange(SLOTS + 1, dtype=jnp.int32) * 13 % 96)
         jax.block_until_ready((self.runner.pool, self.runner.relay))
         self.watched.asked.clear()
         launch = self.steps.execute(self._batch(mode), self.rows.publish(), wants_logprobs=True)
@@ -228,7 +229,7 @@ class Rig:
             values = {name: np.asarray(value) for name, value in launch.sampled._asdict().items()}
             values |= {
                 "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:].astype(np.float32),
-                "relay": np.asarray(self.runner.relay)[:-1],
+                "relay": np.asarray(self.runner.relay.tokens)[:-1],
                 **({} if launch.counts is None else {"counts": np.asarray(launch.counts)}),
             }
         except Exception:  # whatever the execution raised; that it fails only when poisoned is the finding

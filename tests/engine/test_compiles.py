@@ -71,7 +71,7 @@ def test_recovery_compiles_nothing(warm, monkeypatch):
 @pytest.mark.parametrize(
     ("position", "wrong", "named"),
     [
-        (2, np.zeros(9, np.int32), r"relay int32\[9\], was int32\[4\]"),
+        (2, np.zeros(9, np.int32), r"relay.tokens int32\[9\], was int32\[4\]"),
         (3, np.zeros(16, np.int32), r"ticket int32\[16\], was uint32\[16\]"),
         (5, "tokens", r"inputs.tokens int32\[1, 99\]"),
     ],

@@ -221,7 +221,7 @@ def test_a_retrace_is_counted_and_names_the_argument(tiny, caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(RetraceError):
         cache.call(key, *arguments)
     assert values(engine, "retraces_total", "kind") == {("step",): 1, ("prep",): 0}
-    assert "relay int32[9], was int32[5]" in caplog.text
+    assert "relay.tokens int32[9], was int32[5]" in caplog.text
     engine.close()
 
 

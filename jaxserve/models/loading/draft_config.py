@@ -95,9 +95,7 @@ def _dflash(files: DraftFiles, source: str, decoder: ModelConfig, target: ModelC
     # The last layer's state is the one behind the final norm, as in transformers' hidden_states.
     points = tuple(FINAL if i == target.num_layers - 1 else i + 1 for i in layers)
     _check_points(source, points, target)
-    block_size = inner.get("block_size") or config.get("block_size")
-    if not isinstance(block_size, int) or block_size < 2:
-        raise ModelLoadError(f"{source}: block_size must be an integer >= 2, got {block_size!r}")
+    block_size = block_size_of(files)
     mask = inner.get("mask_token_id", config.get("mask_token_id"))
     if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
         raise ModelLoadError(
@@ -110,6 +108,20 @@ def _dflash(files: DraftFiles, source: str, decoder: ModelConfig, target: ModelC
 
 
 _READERS: dict[str, Callable[..., DraftConfig]] = {"EAGLE": _eagle, "EAGLE3": _eagle3, "DFLASH": _dflash}
+
+
+def block_size_of(files: DraftFiles) -> int:
+    """Tokens of a DFLASH block, the newest known one included.
+
+    Raises:
+        ModelLoadError: ``config.json`` does not say it.
+    """
+    inner = files.config.get("dflash_config") or {}
+    block_size = inner.get("block_size") or files.config.get("block_size")
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+        source = files.path / "config.json"
+        raise ModelLoadError(f"{source}: block_size must be an integer >= 2, got {block_size!r}")
+    return block_size
 
 
 def write_draft_config(draft: DraftConfig) -> dict[str, Any]:

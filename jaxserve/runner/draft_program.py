@@ -1,0 +1,261 @@
+"""The draft program: what a draft model computes behind each of the target model's launches.
+
+rows       snapshot of the shared rows (this launch's own marker), or private rows a prep program made
+extend     the tokens whose KV the target model has just computed go through the draft model, into its own pool
+draft      from the newest token on, one draft after the other; their KV stays in the program
+end        the end record: the full-execution fence
+
+Drafts of earlier depths are computed again with each further one, as new tokens of one forward pass: no KV of a draft
+that may not hold is ever written, and the pool is written once.
+
+A row that samples drafts by sampling: with its temperature and filters, and with the random numbers the target model
+will use for the token at that position. Draws from two distributions at total variation distance d that share their
+Gumbel noise agree with probability at least (1 - d) / (1 + d) (Daliri, Musco, Suresh, "Coupling without Communication
+and Drafter-Invariant Speculative Decoding", 2024), and the output stays the one plain decoding gives under the same
+seed. Rejection sampling reaches 1 - d, but gives up the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    LiveRows,
+    StepMetadata,
+    StepRows,
+    StepShape,
+    Tree,
+    attend_layer,
+)
+from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.barrier import ops
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.handover import Handover
+from jaxserve.runner.sampler import filtered_logits, gumbel_noise
+from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
+from jaxserve.runner.step_program import HostInputs, ProgramKey, read_rows
+
+_HERE = "runner/draft_program.py"
+
+
+@dataclass(frozen=True)
+class DraftTask:
+    """What draft programs are compiled for.
+
+    Attributes:
+        num_drafts: drafts per row.
+        uses_features: whether the draft model builds on what the target model computed; else it is a model of its own.
+        vocab_size: of the target model.
+        num_ids: ids below it may be drafted.
+    """
+
+    num_drafts: int
+    uses_features: bool
+    vocab_size: int
+    num_ids: int
+
+    @property
+    def extra_entries(self) -> int:
+        """Entries beyond those handed over: a model of its own needs the first token too, which stands before them."""
+        return 0 if self.uses_features else 1
+
+
+class DraftOutputs(NamedTuple):
+    """Results of a draft launch.
+
+    Attributes:
+        pool: the draft model's.
+        drafted: int32[slots + 1, D], drafts behind the newest token of every slot.
+        drafts: int32[B, D], this launch's.
+    """
+
+    pool: PagedKV
+    drafted: jax.Array
+    drafts: jax.Array
+    end: jax.Array
+
+
+def entries_of(task: DraftTask, model: Any, handover: Handover) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """What goes through the draft model: tokens int32[B, E], features [B, E, H] or None, and counts int32[B].
+
+    With features entry i is what the target computed at a position, and the token behind it. Without, the tokens
+    themselves: the first one again, and those behind the entries.
+    """
+    if not task.uses_features:
+        tokens = jnp.concatenate([handover.first[:, None], handover.tokens], 1)
+        return tokens, None, handover.counts + 1
+    assert handover.features is not None
+    batch, entries, width = handover.features.shape
+    features = model.features(handover.features.reshape(batch * entries, width))
+    return handover.tokens, features.reshape(batch, entries, -1), handover.counts
+
+
+def choose(
+    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None
+) -> jax.Array:
+    """One drafted token int32[B], in the target's ids, per row of float32[B, draft vocabulary].
+
+    Args:
+        positions: int32[B], where the tokens will stand.
+        target_ids: int32[draft vocabulary], or None where the vocabularies are the same.
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
+    logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
+    best = jnp.argmax(logits, -1)
+    ints, is_random = rows.sampling_ints, rows.sampling_floats[:, TEMPERATURE] > 0
+
+    def drawn(_: Any) -> jax.Array:
+        noise = jax.vmap(lambda low, high, position: gumbel_noise(low, high, position, task.vocab_size))
+        gumbel = noise(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)[:, ids]
+        perturbed = filtered_logits(logits, rows.sampling_floats, ints) + gumbel
+        return jnp.where(is_random, jnp.argmax(perturbed, -1), best)
+
+    return ids[jax.lax.cond(jnp.any(is_random), drawn, lambda _: best, None)]
+
+
+def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, extra_entries: int) -> Callable:
+    """``prep(ticket, tables, inputs, handover) -> (StepRows, StepMetadata)``.
+
+    It takes the target's results, so it cannot run, nor record that reads ended, before the target's launch has ended.
+    """
+
+    def prep(ticket, tables: list[jax.Array], inputs: HostInputs, handover: Handover):
+        rows = read_rows(key, ticket, tables, inputs.row_ids)
+        return planned(key, backend, rows, handover, extra_entries)
+
+    return prep
+
+
+def planned(
+    key: ProgramKey, backend: AttentionBackend, rows: StepRows, handover: Handover, extra_entries: int
+) -> tuple[StepRows, StepMetadata]:
+    """Rows and metadata of the extend pass: lengths are the target's, and entries that do not count write nowhere."""
+    shape = replace(key.shape, queries=key.shape.queries + extra_entries)
+    rows = rows._replace(lengths=handover.lengths)
+    metadata = backend.prep(rows, shape, None)
+    counts_as = jnp.arange(shape.queries, dtype=jnp.int32) < (handover.counts + extra_entries)[:, None]
+    return rows, metadata._replace(write_pages=jnp.where(counts_as, metadata.write_pages, 0))
+
+
+class DraftPass:
+    """Forward passes of a draft model inside one program.
+
+    Args:
+        used: see ``LiveRows``; None outside the race check.
+        block_tables: int32[slots + 1, W_max] that backends reading live rows are given.
+    """
+
+    def __init__(self, key: ProgramKey, backend: AttentionBackend, model: Any, windows: tuple[int | None, ...],
+                 rows: StepRows, metadata: StepMetadata, block_tables: jax.Array,
+                 used: set[tuple[int, str]] | None):  # fmt: skip
+        self._key, self._backend, self._model, self._windows = key, backend, model, windows
+        self._rows, self._metadata, self._block_tables, self._used = rows, metadata, block_tables, used
+
+    def __call__(self, pool: PagedKV, lengths: jax.Array, tokens: jax.Array, features: jax.Array | None = None,
+                 tree: Tree | None = None) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
+        """Hidden states [B, Q, H] of Q new tokens behind ``lengths`` int32[B], and their keys and values."""
+        batch, queries = tokens.shape
+        key = self._key
+        shape = StepShape(key.shape.mode, batch, queries, key.shape.table_width, key.shape.page_size)
+        by_slot = jnp.zeros((self._block_tables.shape[0], 1), jnp.int32).at[self._rows.slots].set(lengths[:, None])
+        live = LiveRows(self._rows.slots, self._block_tables, by_slot, ffi=key.end_record, used=self._used)
+        metadata = self._metadata._replace(lengths=lengths)
+        context = AttentionStep(shape, metadata, pool, live, self._windows, None, tree)
+        keys: list[jax.Array] = []
+        values: list[jax.Array] = []
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            q, k, v = [x.reshape(batch, queries, *x.shape[1:]) for x in (q, k, v)]
+            keys.append(k)
+            values.append(v)
+            return attend_layer(self._backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
+
+        positions = lengths[:, None] + jnp.arange(queries, dtype=jnp.int32)
+        own = [] if features is None else [features.reshape(batch * queries, -1)]
+        hidden = self._model(tokens.reshape(-1), positions.reshape(-1), *own, attend)
+        return hidden.reshape(batch, queries, -1), keys, values
+
+
+def ids_of(model: Any) -> jax.Array | None:
+    """The target's id of each draft id, int32[draft vocabulary]; None where they are the same."""
+    found = getattr(model, "target_ids", None)
+    return None if found is None else found[...]
+
+
+def read_sign(values: jax.Array) -> jax.Array:
+    """int32[] >= 0 computed from ``values``, for ``PagedKV.write``."""
+    first = jax.lax.bitcast_convert_type(values.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return jnp.bitwise_and(first, 0x7FFFFFFF)
+
+
+def end_of(key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.Array], results: list[jax.Array],
+           used: set[tuple[int, str]] | None) -> jax.Array:  # fmt: skip
+    """The end record, behind everything."""
+    for index, source in sorted(used or ()):
+        if index == 1:  # lengths are no shared rows here
+            width = [key.shape.table_width]
+            results = [*results, ops.note_reads(ticket, rows.slots, [tables[1]], width, source, *results)]
+    if key.end_record:
+        return ops.record_end(ticket, *results)
+    if key.noted:
+        return ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
+    return jnp.zeros(1, jnp.uint32)
+
+
+def make_draft_program(
+    key: ProgramKey,
+    backend: AttentionBackend,
+    bind: Callable[[list[jax.Array]], Any],
+    windows: tuple[int | None, ...],
+    task: DraftTask,
+) -> Callable:
+    """The draft program.
+
+    ``draft(leaves, pool, drafted, ticket, tables, inputs, private, handover) -> DraftOutputs``, with pool and drafted
+    donated. Its shape is that of the target's program; mode EXTEND behind a prompt chunk, else DRAFT_EXTEND.
+    """
+
+    def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
+              private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
+        if private is None:
+            rows = read_rows(key, ticket, tables, inputs.row_ids)
+            rows, metadata = planned(key, backend, rows, handover, task.extra_entries)
+        else:
+            rows, metadata = private
+            if key.noted:
+                rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+        used: set[tuple[int, str]] | None = set() if key.noted else None
+        model = bind(leaves)
+        forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
+
+        tokens, features, counts = entries_of(task, model, handover)
+        hidden, keys, values = forward(pool, handover.lengths, tokens, features)
+        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
+        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
+
+        lengths = handover.lengths + counts
+        position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
+        drafts: list[jax.Array] = []
+        states: list[jax.Array] = []
+        for depth in range(task.num_drafts):
+            drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model)))
+            if depth + 1 == task.num_drafts:
+                break
+            states.append(state)
+            features = jnp.stack(states, 1) if task.uses_features else None
+            hidden, _, _ = forward(pool, lengths, jnp.stack(drafts, 1), features)
+            state = hidden[:, -1]
+        chosen = jnp.stack(drafts, 1)
+        slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
+        drafted = drafted.at[slots].set(chosen)
+        end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)
+        return DraftOutputs(pool, drafted, chosen, end)
+
+    return draft

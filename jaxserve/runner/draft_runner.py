@@ -1,0 +1,133 @@
+"""Runs a draft model behind the target model's launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import StepShape
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.block_draft_program import make_block_draft_program
+from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.draft_program import DraftOutputs, DraftTask, make_draft_prep_program, make_draft_program
+from jaxserve.runner.handover import Handover
+from jaxserve.runner.launch import Launch, Phase
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.phase_runner import PhaseRunner, Private
+from jaxserve.runner.program_arguments import (
+    DRAFT_ARGUMENTS,
+    DRAFT_PREP_ARGUMENTS,
+    STEP_DONATES,
+    draft_arguments,
+    draft_prep_arguments,
+    handover_arguments,
+)
+from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
+
+
+def draft_relay(num_drafts: int) -> Callable[[int], jax.Array]:
+    """Makes the relay of a draft model: int32[slots + 1, D]."""
+    return lambda num_rows: jnp.zeros((num_rows, num_drafts), jnp.int32)
+
+
+class DraftRunner(PhaseRunner):
+    """Runs draft programs of one draft model: EXTEND behind a prompt chunk, DRAFT_EXTEND behind verify.
+
+    Args:
+        runner: the draft model's own pool, fences and mailbox; its relay holds the drafts.
+        num_features: numbers per token that the target model's programs hand over.
+        features_dtype: their dtype.
+    """
+
+    kind = "draft"
+    make_program = staticmethod(make_draft_program)
+
+    def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None], task: DraftTask,
+                 num_features: int, features_dtype: Any):  # fmt: skip
+        super().__init__(runner, buckets)
+        self.task = task
+        layout, windows = runner.rows.layout, runner.model.config.attention_windows
+
+        def handover(key: ProgramKey) -> Handover:
+            return handover_arguments(key, num_features, features_dtype, not self.reads_shared_rows)
+
+        self.steps = ProgramCache(
+            "draft",
+            lambda key: self.make_program(key, self.backend, runner.model.bind, windows, task),
+            lambda key: draft_arguments(
+                key, layout, runner.model.leaves, runner.kv, handover(key), task.num_drafts, task.extra_entries
+            ),
+            names=DRAFT_ARGUMENTS,
+            donate=STEP_DONATES,
+            late=on_late_compile,
+        )
+        self.preps = ProgramCache(
+            "draft prep",
+            lambda key: make_draft_prep_program(key, self.backend, task.extra_entries),
+            lambda key: draft_prep_arguments(key, layout, handover(key)),
+            names=DRAFT_PREP_ARGUMENTS,
+            donate=(),
+            late=on_late_compile,
+        )
+
+    def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
+        config = self.runner.config
+        return ProgramKey(
+            shape, source, end_record=self.runner.has_marker, hold_points=config.hold_points, noted=config.race_check
+        )
+
+    @staticmethod
+    def mode_behind(mode: ForwardMode) -> ForwardMode:
+        """What a draft model does behind a step of this mode."""
+        return ForwardMode.EXTEND if mode is ForwardMode.EXTEND else ForwardMode.DRAFT_EXTEND
+
+    def sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
+        return [
+            (self.mode_behind(mode), batch, queries, width)
+            for mode, batch, queries, width in self.buckets.all_sizes()
+            if mode is not ForwardMode.DECODE
+        ]
+
+    def execute(self, batch: StepBatch, launch: Launch, inputs: HostInputs, write_done: int) -> Phase:
+        """Launches the draft program behind a step of the target model.
+
+        Args:
+            batch: the step's plan.
+            launch: the target model's, with its handover.
+            inputs: what the host sent with it.
+            write_done: as the target's.
+
+        Raises:
+            FenceTimeout, RetraceError: see ``PhaseRunner``.
+        """
+        handover = launch.handover
+        assert handover is not None
+        rows, queries = handover.tokens.shape
+        shape = self._shape(self.mode_behind(batch.mode), rows, queries, batch.max_length)
+        return self._launch(batch, shape, inputs, write_done, upstream=handover, after=(launch.number,))
+
+    def _call(self, key: ProgramKey, operand: Any, inputs: HostInputs, private: Private, upstream: Any) -> DraftOutputs:
+        runner = self.runner
+        tables = runner.rows.arrays()
+        return self.steps.call(
+            key, runner.model.leaves, runner.pool, runner.relay, operand, tables, inputs, private, upstream
+        )
+
+    def _call_prep(self, key: ProgramKey, operand: Any, inputs: HostInputs, upstream: Any) -> Private:
+        return self.preps.call(key, operand, self.runner.rows.arrays(), inputs, upstream)
+
+    def _keep(self, outputs: DraftOutputs) -> jax.Array:
+        self.runner.pool, self.runner.relay = outputs.pool, outputs.drafted
+        return outputs.drafts
+
+
+class BlockDraftRunner(DraftRunner):
+    """Runs the draft programs of DFLASH, on rows handed over by the target's program."""
+
+    reads_shared_rows = False
+    make_program = staticmethod(make_block_draft_program)

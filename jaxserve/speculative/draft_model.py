@@ -1,0 +1,107 @@
+"""What algorithms with a draft model on the device have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from jaxserve.attention.paged_kv import KVLayout
+from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
+from jaxserve.models.loading.weights import LoadedModel
+from jaxserve.runner.draft_program import DraftTask
+from jaxserve.runner.draft_runner import DraftRunner, draft_relay
+from jaxserve.runner.model_runner import ModelRunner
+from jaxserve.runner.step_program import DraftForm, DraftRows
+from jaxserve.runner.step_runner import StepRunner
+from jaxserve.runner.worker import DraftWorker, TargetWorker
+from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
+from jaxserve.text.tokenizer import Tokenizer
+
+DEFAULT_STEPS = 3
+RELAYED_CHAIN = DraftForm(DraftRows.RELAYED)
+
+
+class DraftModelAlgorithm(SpeculativeAlgorithm):
+    """Drafts are made on the device, behind each step, and handed to the next by the token relay.
+
+    Nothing is proposed on the host, so steps are planned ahead as plain ones are; how many tokens each added is known
+    when it is collected.
+
+    Attributes:
+        draft: the draft model, once loaded.
+        uses_features: whether it builds on what the target model computes.
+        runner_class, worker_class: what executes it.
+    """
+
+    uses_features = True
+    runner_class: ClassVar[type[DraftRunner]] = DraftRunner
+    worker_class: ClassVar[type[DraftWorker]] = DraftWorker
+    draft: LoadedModel
+
+    @classmethod
+    def draft_form(cls, config: EngineConfig) -> DraftForm:
+        return RELAYED_CHAIN
+
+    @classmethod
+    def settled(cls, config: EngineConfig) -> EngineConfig:
+        if config.speculative_draft_model_path is None:
+            raise ConfigError(f"{cls.name} needs a draft model; name it with --speculative-draft-model-path")
+        steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
+        if steps is None:
+            steps = DEFAULT_STEPS if tokens is None else tokens - 1
+        if tokens is None:
+            tokens = steps + 1
+        if tokens != steps + 1:
+            raise ConfigError(
+                f"{cls.name} drafts chains: --speculative-num-draft-tokens must be --speculative-num-steps + 1, "
+                f"{steps + 1}, got {tokens}; leave one of them out"
+            )
+        return dataclasses.replace(
+            config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_adaptive=False
+        )
+
+    @abstractmethod
+    def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
+        """Loads the draft model into ``draft``."""
+
+    @property
+    def feature_points(self) -> tuple[int, ...]:
+        if not self.uses_features:
+            return ()
+        return tuple(self.draft.bind(self.draft.leaves).feature_points)
+
+    def _layout(self, num_pages: int, page_size: int) -> KVLayout:
+        config = self.draft.config
+        return KVLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, self.context.dtype
+        )
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        return self._layout(1, page_size).bytes_per_page
+
+    def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
+        """Nothing: its drafts never pass the host."""
+        shape = len(contexts), num_drafts
+        return Proposals(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(len(contexts), np.int32))
+
+    def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
+        num_drafts = step_runner.buckets.verify_tokens[-1] - 1
+        draft_model_runner = ModelRunner(
+            self.draft, runner.backend, runner.rows, self._layout(runner.kv.num_pages, runner.kv.page_size),
+            runner.config, runner.platform, name="draft", make_relay=draft_relay(num_drafts),
+        )  # fmt: skip
+        try:
+            target = runner.model.config
+            task = DraftTask(num_drafts, self.uses_features, target.vocab_size, self.context.vocab_size)
+            draft_runner = self.runner_class(
+                draft_model_runner, step_runner.buckets, step_runner.on_late_compile, task,
+                len(self.feature_points) * target.hidden_size, self.context.dtype,
+            )  # fmt: skip
+            return self.worker_class(runner, step_runner, draft_runner)
+        except BaseException:
+            draft_model_runner.close()  # its channel and its thread would outlive everything else
+            raise

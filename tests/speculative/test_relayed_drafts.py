@@ -1,0 +1,247 @@
+"""Draft models on the device: they change the number of steps, never a token, and draft what they would draft alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import STALL_US, make_engine, run, workload
+from oracle import full_attention
+
+from jaxserve.barrier.native import native_module
+from jaxserve.barrier.race_check import RaceError
+from jaxserve.core.request import Request
+from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sequence import Sequence
+from jaxserve.engine.engine import Engine
+from jaxserve.models.draft import FINAL
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.draft import init_draft, save_draft
+from jaxserve.models.loading.weights import LoadedModel, load_model
+from jaxserve.runner.sampler import gumbel_noise
+from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
+from jaxserve.runner.worker import DraftWorker
+from jaxserve.testing.poison import Poison
+
+ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
+SAMPLED = {"temperature": 1.0, "seed": 3}
+NUM_DRAFTS = 3
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "native, page size 1, no overlap": {"page_size": 1, "disable_overlap_schedule": True},
+    "native, few pages": {"num_pages": 24},
+    "xla-live": {"attention_backend": "xla-live"},
+    "planned": {"attention_backend": "planned"},
+    "xla, no marker": {"attention_backend": "xla", "shared_read_marker": False},
+}
+CASES = [(algorithm, "native") for algorithm in ALGORITHMS]
+CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name != "native"]
+CASES += [("STANDALONE", "planned"), ("DFLASH", "xla-live"), ("DFLASH", "xla, no marker")]
+STALLS = {"snapshot.before_reads": STALL_US // 2, "stream.before_copy": STALL_US // 4}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path) -> LoadedModel:
+    return load_model(open_checkpoint(tiny_model), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def heads(tiny_model: Path, target: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A draft model for each algorithm. STANDALONE drafts with the target itself, and is nearly always right."""
+    folder = tmp_path_factory.mktemp("heads")
+    more: dict[str, dict[str, Any]] = {
+        "EAGLE": {}, "EAGLE3": {"target_ids": list(range(0, 260, 2))}, "DFLASH": {"block_size": NUM_DRAFTS + 1},
+    }  # fmt: skip
+    for algorithm, settings in more.items():
+        save_draft(folder / algorithm, init_draft(algorithm, target, jnp.float32, **settings))
+    return {"STANDALONE": tiny_model, **{algorithm: folder / algorithm for algorithm in more}}
+
+
+@pytest.fixture(scope="module")
+def sampled_tokens(tiny_model: Path) -> list[list[int]]:
+    """What plain decoding draws."""
+    engine = make_engine(tiny_model)
+    try:
+        return run(engine, params=SAMPLED)
+    finally:
+        engine.close()
+
+
+def drafting(tiny_model: Path, heads: dict[str, Path], algorithm: str, **settings: Any) -> Engine:
+    return make_engine(
+        tiny_model, speculative_algorithm=algorithm, speculative_draft_model_path=str(heads[algorithm]), **settings
+    )
+
+
+@pytest.fixture
+def points() -> Iterator[Any]:
+    """Hold points, let go afterwards."""
+    found = native_module("cpu").hold_points
+    yield found
+    found.clear()
+
+
+@pytest.mark.parametrize(("algorithm", "configuration"), CASES)
+def test_tokens_are_those_of_plain_decoding(
+    algorithm, configuration, tiny_model, heads, right_tokens, sampled_tokens, points
+):
+    """Greedy and drawn, with every shared row overwritten as soon as the barrier allows it, and under stalls."""
+    engine = drafting(tiny_model, heads, algorithm, **CONFIGURATIONS[configuration])
+    poison = Poison(engine)
+    try:
+        assert run(engine, "greedy") == right_tokens
+        engine.scheduler.speculation.reset_figures()
+        for point, microseconds in STALLS.items():
+            points.delay(point, microseconds)
+        assert run(engine, "sampled", params=SAMPLED) == sampled_tokens
+        figures = engine.scheduler.speculation.figures
+        assert figures.num_accepted > 10, "nothing is known of what happens when a draft holds"
+        assert figures.acceptance_rate < 1.0 or algorithm == "STANDALONE"
+        assert poison.num_poisoned > 20
+        if "few pages" in configuration:
+            assert engine.scheduler.num_preemptions > 0
+        engine.scheduler.check_integrity()
+    finally:
+        points.clear()
+        engine.close()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_who_owns_the_event(algorithm, tiny_model, heads):
+    """The draft model's program reads rows last, but DFLASH's reads none."""
+    engine = drafting(tiny_model, heads, algorithm, decode_batch_buckets=(4,))
+    worker = engine.parts.worker
+    try:
+        run(engine)
+        owner = worker.model_runner if algorithm == "DFLASH" else worker.draft_runner.runner
+        assert worker.last_shared_read_runner is owner
+        counts = engine.scheduler.barrier.counts
+        assert counts["fine", "marker"] > 10
+        assert set(counts) == {("fine", "marker"), ("coarse", "extend")}
+        read = [runner.reads_shared_rows for runner in worker.step_runners]
+        assert read == [True, algorithm != "DFLASH"]
+    finally:
+        engine.close()
+
+
+def test_the_target_does_not_own_the_event_of_a_draft_model(tiny_model, heads, monkeypatch):
+    """The race check sees a fence that ends with the target's reads while the draft model's are still to come."""
+    monkeypatch.setattr(DraftWorker, "last_shared_read_runner", property(lambda self: self.model_runner))
+    engine = drafting(tiny_model, heads, "EAGLE3", race_check=True)
+    try:
+        with pytest.raises(RaceError, match=r"(?s)write .*\n  read .* execution \(draft, "):
+            run(engine)
+    finally:
+        monkeypatch.undo()
+        engine.close()
+
+
+# -- drafts against a full recomputation ------------------------------------------------------------------------------
+
+
+def captured(target: LoadedModel, token_ids: list[int], points: tuple[int, ...]) -> jax.Array:
+    seen: dict[int, jax.Array] = {}
+    ids, positions = np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32)
+    model = target.bind(target.leaves)
+    seen[FINAL] = model(ids, positions, full_attention(target.config.attention_windows), seen.__setitem__)
+    return jnp.concatenate([seen[point] for point in points], axis=1)
+
+
+class Oracle:
+    """Drafts behind a sequence, computed without cache, batch or block table.
+
+    Args:
+        engine: whose draft model it is; its sequences are sampled at temperature 1.
+    """
+
+    def __init__(self, engine: Engine, target: LoadedModel, algorithm: str):
+        self.target, self.algorithm = target, algorithm
+        draft = engine.scheduler.speculation.algorithm.draft
+        self.model: Any = draft.bind(draft.leaves)
+        self.attend = full_attention(draft.config.attention_windows)
+
+    def choose(self, hidden: jax.Array, sequence: Sequence, position: int) -> tuple[int, float]:
+        """The draft for ``position``, and how far it is ahead of the next best."""
+        vocab = self.target.config.vocab_size
+        ids = getattr(self.model, "target_ids", None)
+        ids = np.arange(vocab) if ids is None else np.asarray(ids[...])
+        _, ints = sampling_row(sequence.request.params, sequence.seed, vocab)
+        noise = gumbel_noise(*(jnp.int32(ints[place]) for place in (SEED_LOW, SEED_HIGH)), jnp.int32(position), vocab)
+        scores = np.asarray(self.model.logits(hidden[None]))[0] + np.asarray(noise)[ids]
+        second, first = np.argsort(scores)[-2:]
+        return int(ids[first]), float(scores[first] - scores[second])
+
+    def drafts(self, sequence: Sequence) -> list[tuple[int, float]]:
+        """The newest token of the sequence has not been computed by the target."""
+        token_ids = sequence.token_ids
+        hidden_of = self._block(token_ids) if self.algorithm == "DFLASH" else self._chain(token_ids)
+        drafts: list[tuple[int, float]] = []
+        for place in range(NUM_DRAFTS):
+            hidden = hidden_of([token for token, _ in drafts])
+            drafts.append(self.choose(hidden, sequence, len(token_ids) + place))
+        return drafts
+
+    def _chain(self, token_ids: list[int]) -> Any:
+        if self.algorithm == "STANDALONE":
+            features = None
+        else:
+            features = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:-1]
+
+        def hidden_of(drafts: list[int]) -> jax.Array:
+            nonlocal features
+            tokens = np.array([*token_ids, *drafts], np.int32)
+            if features is None:
+                return self.model(tokens, np.arange(len(tokens), dtype=np.int32), self.attend)[-1]
+            positions = np.arange(len(tokens) - 1, dtype=np.int32)
+            hidden = self.model(tokens[1:], positions, features, self.attend)
+            features = jnp.concatenate([features, hidden[-1:]])
+            return hidden[-1]
+
+        return hidden_of
+
+    def _block(self, token_ids: list[int]) -> Any:
+        known = len(token_ids) - 1
+        states = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:known]
+        context = self.model.context(states, np.arange(known, dtype=np.int32))
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None = None) -> jax.Array:
+            keys, values = (jnp.concatenate([old, new]) for old, new in zip(context[layer], (k, v), strict=True))
+            keys, values = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (keys, values))
+            weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2]), axis=-1)
+            return jnp.einsum("hqk,khd->qhd", weights, values)
+
+        block = np.array([token_ids[-1]] + [self.model.mask_token_id] * NUM_DRAFTS, np.int32)
+        hidden = self.model(block, np.arange(known, known + NUM_DRAFTS + 1, dtype=np.int32), attend)
+        return lambda drafts: hidden[len(drafts) + 1]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target):
+    """Behind prompts of one and of several chunks and behind every verify step, several sequences at a time."""
+    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True)
+    oracle = Oracle(engine, target, algorithm)
+    compared = 0
+    try:
+        for number, (prompt, length) in enumerate(workload()[1:5]):
+            params = SamplingParams(max_tokens=min(length, 9), ignore_eos=True, **{**SAMPLED, "seed": number})
+            engine.add(Request(str(number), tuple(prompt), params))
+        while engine.has_work:
+            engine.step()
+            relay = np.asarray(engine.parts.worker.draft_runner.runner.relay)
+            for sequence in engine.scheduler.running:
+                if sequence.slot is None or sequence.prefilling or sequence.num_in_flight:
+                    continue
+                for drafted, (token, margin) in zip(relay[sequence.slot], oracle.drafts(sequence), strict=True):
+                    if margin < 1e-3:
+                        break  # rounding may decide, and all that follows depends on it
+                    assert drafted == token, f"behind {len(sequence.token_ids)} tokens"
+                    compared += 1
+        assert compared > 20
+        assert engine.scheduler.speculation.figures.num_accepted > 5
+    finally:
+        engine.close()
