@@ -30,9 +30,9 @@ from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
 
 
-def draft_relay(num_drafts: int) -> Callable[[int], jax.Array]:
+def draft_relay(num_drafts: int) -> Callable[[int, int], jax.Array]:
     """Makes the relay of a draft model: int32[slots + 1, D]."""
-    return lambda num_rows: jnp.zeros((num_rows, num_drafts), jnp.int32)
+    return lambda num_rows, vocab_size: jnp.zeros((num_rows, num_drafts), jnp.int32)
 
 
 class DraftRunner(PhaseRunner):
@@ -109,7 +109,9 @@ class DraftRunner(PhaseRunner):
         assert handover is not None
         rows, queries = handover.tokens.shape
         shape = self._shape(self.mode_behind(batch.mode), rows, queries, batch.max_length)
-        return self._launch(batch, shape, inputs, write_done, upstream=handover, after=(launch.number,))
+        return self._launch(
+            batch, shape, inputs._replace(masks=None), write_done, upstream=handover, after=(launch.number,)
+        )
 
     def _call(self, key: ProgramKey, operand: Any, inputs: HostInputs, private: Private, upstream: Any) -> DraftOutputs:
         runner = self.runner

@@ -32,6 +32,7 @@ from jaxserve.speculative.registry import find_algorithm
 from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
+from jaxserve.testing.step_programs import donated_parameters
 from jaxserve.testing.thunk_sequence import GraphUse, graph_use, read_thunks
 
 TARGETS = ("cpu", "h100")
@@ -127,7 +128,7 @@ class ConfigurationPrograms:
             text,
             fence_of(program.key.source, program.ends, is_prep=is_prep, has_marker=self._has_marker),
             program.ends,
-            donated={} if is_prep else {"pool": self._num_leaves, "relay": self._num_leaves + 1},
+            donated={} if is_prep else donated_parameters(self._num_leaves),
             pool_shape=None if is_prep else self._kv.shape,
             drafts=program.key.drafts,
             seconds=time.monotonic() - start,
