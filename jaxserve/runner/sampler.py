@@ -105,8 +105,8 @@ def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
 def best_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first token of the highest logit, int32[R], and whether that logit is finite, bool[R], of logits [R, V].
 
-    A row that holds NaN is not finite, and gets some token. XLA's own argmax reduces pairs of value and index one by one
-    on the CPU: 0.2 ms a row and 49152 tokens, eight to nine times this.
+    A row that holds NaN is not finite, and gets some token. XLA's own argmax reduces pairs of value and index one by
+    one on the CPU: 0.2 ms a row and 49152 tokens, eight to nine times this.
     """
     highest = jnp.max(logits, -1)
     tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
