@@ -28,6 +28,7 @@ from jaxserve.runner.program_arguments import (
 )
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
+from jaxserve.runner.tree_draft_program import make_tree_draft_program
 
 
 def draft_relay(num_drafts: int) -> Callable[[int, int], jax.Array]:
@@ -58,9 +59,9 @@ class DraftRunner(PhaseRunner):
 
         self.steps = ProgramCache(
             "draft",
-            lambda key: self.make_program(key, self.backend, runner.model.bind, windows, task),
+            lambda key: self._maker()(key, self.backend, runner.model.bind, windows, task),
             lambda key: draft_arguments(
-                key, layout, runner.model.leaves, runner.kv, handover(key), task.num_drafts, task.extra_entries
+                key, layout, runner.model.leaves, runner.kv, handover(key), task.relay_width, task.extra_entries
             ),
             names=DRAFT_ARGUMENTS,
             donate=STEP_DONATES,
@@ -74,6 +75,9 @@ class DraftRunner(PhaseRunner):
             donate=(),
             late=on_late_compile,
         )
+
+    def _maker(self) -> Callable[..., Callable]:
+        return self.make_program if self.task.topk == 1 else make_tree_draft_program
 
     def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
         config = self.runner.config

@@ -102,6 +102,18 @@ def draw(logits: jax.Array, ints: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.argmax(logits + gumbel, -1).astype(jnp.int32)
 
 
+def best_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first token of the highest logit, int32[R], and whether that logit is finite, bool[R], of logits [R, V].
+
+    A row that holds NaN is not finite, and gets some token. XLA's own argmax reduces pairs of value and index one by
+    one on the CPU: 0.2 ms a row and 49152 tokens, eight to nine times this.
+    """
+    highest = jnp.max(logits, -1)
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.min(jnp.where(logits == highest[:, None], tokens, logits.shape[-1] - 1), -1)
+    return first, jnp.isfinite(highest)
+
+
 def sample(
     logits: jax.Array, floats: jax.Array, ints: jax.Array, positions: jax.Array, num_ids: int | None = None,
     controls: Controls | None = None,
@@ -126,7 +138,7 @@ def sample(
             return use(logits)
         return jax.lax.cond(controls.asked, lambda x: use(controls.apply(x)), use, logits)
 
-    greedy, finite = controlled(lambda x: (jnp.argmax(x, -1).astype(jnp.int32), jnp.isfinite(jnp.max(x, -1))))
+    greedy, finite = controlled(best_tokens)
 
     def sampled(_):
         drawn = draw(filtered_logits(controlled(lambda x: x), floats, ints), ints, positions)

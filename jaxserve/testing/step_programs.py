@@ -81,9 +81,9 @@ def copies_of_shape(hlo_text: str, shape: tuple[int, ...]) -> list[str]:
     ]
 
 
-def donated_parameters(num_leaves: int) -> dict[str, int]:
-    """Parameter numbers of what a step program donates, by name."""
-    names = ("pool", "relay.tokens", "relay.token_counts")
+def donated_parameters(num_leaves: int, *, has_lengths: bool = False) -> dict[str, int]:
+    """Parameter numbers of what a step program donates, by name; ``has_lengths``: whether the relay holds lengths."""
+    names = ("pool", "relay.tokens", "relay.token_counts", *(["relay.lengths"] if has_lengths else []))
     return {name: num_leaves + i for i, name in enumerate(names)}
 
 
