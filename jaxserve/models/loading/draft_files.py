@@ -81,10 +81,10 @@ def _kind(path: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarra
         fc = tensors["fc.weight"]
         if fc.ndim == 2 and fc.shape[1] == 2 * fc.shape[0]:
             return "EAGLE"
-    elif any(re.search(r"(^|\.)mtp\.", name) for name in names):
-        return "MTP"
     elif "layers.0.self_attn.q_proj.weight" in names and "embed_tokens.weight" in names:
         return "STANDALONE"
+    elif any(re.search(r"(^|\.)mtp\.", name) for name in names):
+        return "MTP"
     raise ModelLoadError(
         f"{path}: not a checkpoint of any known kind ({', '.join(KINDS.values())}); its tensors begin with "
         f"{', '.join(sorted(names)[:5])}"
