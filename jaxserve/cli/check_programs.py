@@ -58,7 +58,7 @@ def as_json(report: ProgramReport) -> dict:
     """A report as JSON values; ``violations`` is empty when everything is proven."""
     fields = dataclasses.asdict(report)
     return fields | {
-        "ends": report.ends.name,
+        "ends": report.ends.name if report.ends else None,
         "seconds": round(report.seconds, 3),
         "violations": list(report.violations),
     }
@@ -77,7 +77,7 @@ class _Rows:
 def _cells(report: ProgramReport) -> tuple[str, ...]:
     return (
         report.name,
-        report.ends.name,
+        report.ends.name if report.ends else "-",
         report.marker or "-",
         str(len(report.late_reads)),
         ", ".join(report.donated) or "-",

@@ -101,6 +101,7 @@ FLAGS = (
     Flag("speculative_algorithm", str, "who drafts tokens: NGRAM, or a registered name", metavar="NAME"),
     Flag("speculative_draft_model_path", str, "the draft model or head", metavar="PATH"),
     Flag("speculative_num_steps", int, "drafts in a row of a draft model", metavar="N"),
+    Flag("speculative_eagle_topk", int, "continuations of each drafted token; more than 1 drafts trees", metavar="N"),
     Flag(
         "speculative_num_draft_tokens",
         int,

@@ -52,6 +52,7 @@ class EngineConfig:
         speculative_algorithm: name of a registered algorithm that drafts tokens; None: none.
         speculative_draft_model_path: the draft model or head, for algorithms that need one.
         speculative_num_steps: drafts in a row of a draft model; None: as ``speculative_num_draft_tokens`` says.
+        speculative_eagle_topk: continuations of each drafted token; None or 1: chains, more: trees.
         speculative_num_draft_tokens: most tokens verified per sequence and step, the newest one included; None: as the
             algorithm likes it.
         speculative_adaptive: draft as much as pays off, down to nothing; False: always as many as there are.
@@ -99,6 +100,7 @@ class EngineConfig:
     speculative_algorithm: str | None = None
     speculative_draft_model_path: str | None = None
     speculative_num_steps: int | None = None
+    speculative_eagle_topk: int | None = None
     speculative_num_draft_tokens: int | None = None
     speculative_adaptive: bool = True
     speculative_ngram_fence: str = "coarse"
@@ -154,7 +156,7 @@ class EngineConfig:
                     raise ConfigError(f"{flag} can corrupt output; add --allow-unsafe if this is an experiment")
 
     def _check_speculation(self) -> None:
-        for name, low, high in (("num_steps", 1, 63), ("num_draft_tokens", 2, 64)):
+        for name, low, high in (("num_steps", 1, 63), ("num_draft_tokens", 2, 64), ("eagle_topk", 1, 16)):
             if getattr(self, f"speculative_{name}") is not None:
                 self._check_range(f"speculative_{name}", low, high)
         if self.speculative_algorithm is not None and not isinstance(self.speculative_algorithm, str):

@@ -192,8 +192,13 @@ def assemble(
         worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
         speculation = None
         if algorithm is not None:
+            depth = (config.speculative_num_steps if drafts.is_tree else buckets.verify_tokens[-1] - 1) or 0
             speculation = Speculation(
-                algorithm, buckets, num_ids, config.speculative_adaptive, is_relayed=drafts.is_relayed
+                algorithm,
+                buckets,
+                num_ids,
+                config.speculative_adaptive,
+                relayed_depth=depth if drafts.is_relayed else 0,
             )
         barrier = WarBarrier(
             rows, worker, force_coarse=config.force_coarse_war_barrier, disabled=config.disable_war_barrier

@@ -54,6 +54,8 @@ class DraftTask:
         uses_features: whether the draft model builds on what the target model computed; else it is a model of its own.
         vocab_size: of the target model.
         num_ids: ids below it may be drafted.
+        topk: continuations of a node; 1 drafts chains.
+        num_steps: depth of a tree; of a chain, its length.
         layer: number of this layer of a multi-layer draft model, see ``layer_draft_program``; else 0.
     """
 
@@ -61,7 +63,14 @@ class DraftTask:
     uses_features: bool
     vocab_size: int
     num_ids: int
+    topk: int = 1
+    num_steps: int = 0
     layer: int = 0
+
+    @property
+    def relay_width(self) -> int:
+        """Columns of the relay: drafts, and in a tree the parents of each."""
+        return self.num_drafts * (1 if self.topk == 1 else 2)
 
     @property
     def extra_entries(self) -> int:
@@ -203,7 +212,8 @@ class DraftPass:
             values.append(v)
             return attend_layer(self._backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
 
-        positions = lengths[:, None] + jnp.arange(queries, dtype=jnp.int32)
+        depths = jnp.arange(queries, dtype=jnp.int32) if tree is None else tree.depths
+        positions = lengths[:, None] + depths
         own = [] if features is None else [features.reshape(batch * queries, -1)]
         hidden = self._model(tokens.reshape(-1), positions.reshape(-1), *own, attend)
         return hidden.reshape(batch, queries, -1), keys, values

@@ -29,11 +29,7 @@ from jaxserve.runner.program_arguments import (
 )
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
-
-
-def draft_relay(num_drafts: int) -> Callable[[int], jax.Array]:
-    """Makes the relay of a draft model: int32[slots + 1, D]."""
-    return lambda num_rows: jnp.zeros((num_rows, num_drafts), jnp.int32)
+from jaxserve.runner.tree_draft_program import make_tree_draft_program
 
 
 class DraftRunner(PhaseRunner):
@@ -58,7 +54,7 @@ class DraftRunner(PhaseRunner):
         relay = jax.eval_shape(lambda: self.make_relay(task, num_features, features_dtype)(layout.num_slots + 1))
         self.steps = ProgramCache(
             "draft",
-            lambda key: self.make_program(key, self.backend, runner.model.bind, windows, task),
+            lambda key: self._maker()(key, self.backend, runner.model.bind, windows, task),
             lambda key: draft_arguments(
                 key, layout, runner.model.leaves, runner.kv, self._handover(key), relay, task.extra_entries
             ),
@@ -77,12 +73,12 @@ class DraftRunner(PhaseRunner):
 
     @staticmethod
     def make_relay(task: DraftTask, num_features: int, features_dtype: Any) -> Callable[[int], Any]:
-        """Makes the relay of the draft model for a number of slots and one: the drafts int32[slots + 1, D]."""
-        return draft_relay(task.num_drafts)
+        """Makes the relay of the draft model for a number of slots and one."""
+        return lambda num_rows: jnp.zeros((num_rows, task.relay_width), jnp.int32)
 
     @property
     def drafted(self) -> jax.Array:
-        """int32[slots + 1, D], the drafts behind every slot's newest token."""
+        """int32[slots + 1, D or 2 D], the drafts behind every slot's newest token; of trees, their parents too."""
         return self.runner.relay
 
     def _handover(self, key: ProgramKey) -> Handover:
@@ -93,6 +89,9 @@ class DraftRunner(PhaseRunner):
         """What its program is handed behind a step so far, and the ids of the launches that compute it."""
         assert launch.handover is not None
         return launch.handover, (launch.number,)
+
+    def _maker(self) -> Callable[..., Callable]:
+        return self.make_program if self.task.topk == 1 else make_tree_draft_program
 
     def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
         config = self.runner.config

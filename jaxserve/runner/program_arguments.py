@@ -66,7 +66,8 @@ def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv
     ticket, tables, inputs = _common_arguments(key, layout)
     relay = Relay(_ints(rows), _ints(rows) if key.hands_over else None)
     is_relayed = key.drafts is not None and key.drafts.is_relayed
-    drafted = _ints(rows, key.shape.queries - 1) if is_relayed else None
+    width = (key.shape.queries - 1) * (2 if key.drafts is not None and key.drafts.is_tree else 1)
+    drafted = _ints(rows, width) if is_relayed else None
     return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(key), drafted
 
 

@@ -216,6 +216,15 @@ def read_drafts(
     return tokens, parents
 
 
+def relayed_drafts(key: ProgramKey, drafted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draft tokens and parents int32[B, D] from a draft model's relay: D columns, in a tree 2 D with parents."""
+    assert key.drafts is not None
+    if key.drafts.is_tree:
+        tokens, parents = jnp.split(drafted, 2, axis=1)
+        return tokens, parents
+    return drafted, chain_parents(*drafted.shape)
+
+
 def emitted(sampled: Sampled, path: jax.Array, counts: jax.Array) -> tuple[Sampled, jax.Array]:
     """Results along the accepted paths int32[B, Q], and the newest token int32[B] of each row."""
     batch, queries = path.shape
@@ -251,7 +260,7 @@ def make_step_program(
     """The step program.
 
     ``step(leaves, pool, relay, ticket, tables, inputs, private, drafted) -> StepOutputs``, with pool and relay donated.
-    ``drafted``: int32[slots + 1, D >= Q - 1], chains of drafts by slot, where they are RELAYED; else None.
+    ``drafted``: int32[slots + 1, Q - 1 or twice that], see ``relayed_drafts``, where drafts are RELAYED; else None.
 
     Args:
         bind: weights list -> model, called while tracing.
@@ -287,13 +296,10 @@ def make_step_program(
             tokens = relay.tokens[rows.slots][:, None]  # [B, Q]
         if is_relayed:
             assert drafted is not None
-            draft_tokens, parents = (
-                drafted[rows.slots, : shape.queries - 1],
-                chain_parents(shape.batch, shape.queries - 1),
-            )
-            tokens = jnp.concatenate([tokens, draft_tokens], 1)
+            draft_tokens, parents = relayed_drafts(key, drafted[rows.slots])
         elif key.drafts is not None:
             draft_tokens, parents = read_drafts(key, ticket, rows, tables, metadata.lengths, "drafts.before_reads")
+        if key.drafts is not None:
             tokens = jnp.concatenate([tokens, draft_tokens], 1)
             if key.drafts.is_tree:
                 depths, seen = tree_geometry(parents)

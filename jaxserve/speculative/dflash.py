@@ -23,6 +23,7 @@ class DflashAlgorithm(HeadAlgorithm):
     ``--speculative-num-draft-tokens`` brings one draft fewer. They may be shorter than the head was trained for."""
 
     name = "DFLASH"
+    drafts_trees = False
     runner_class = BlockDraftRunner
     worker_class = BlockDraftWorker
 

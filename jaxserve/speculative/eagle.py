@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 from jaxserve.core.config import EngineConfig
-from jaxserve.models.loading.draft import default_draft_path, load_draft
+from jaxserve.core.errors import ModelLoadError
+from jaxserve.models.draft import FINAL
+from jaxserve.models.loading.draft import abstract_draft, default_draft_path, load_draft
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
+
+
+def refuse_unobservable(target: LoadedModel, algorithm: str) -> None:
+    """Raises ModelLoadError if the target's class cannot be observed between its layers."""
+    call = type(target.bind(target.leaves)).__call__
+    if "observe" not in inspect.signature(call).parameters:
+        raise ModelLoadError(
+            f"{algorithm} drafts from what {target.config.architecture} computes between its layers, but its class "
+            "takes no `observe`; add it to __call__, see jaxserve.models.llama, or choose another "
+            "--speculative-algorithm"
+        )
 
 
 class HeadAlgorithm(DraftModelAlgorithm):
@@ -23,6 +37,11 @@ class HeadAlgorithm(DraftModelAlgorithm):
 
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
         self.draft = load_draft(self.head_path(self.context.config), self.name, target, self.context.dtype)
+        if any(point != FINAL for point in self.feature_points):
+            refuse_unobservable(target, self.name)
+
+    def load_abstract(self, target: LoadedModel) -> None:
+        self.draft = abstract_draft(self.head_path(self.context.config), self.name, target, self.context.dtype)
 
 
 class EagleAlgorithm(HeadAlgorithm):

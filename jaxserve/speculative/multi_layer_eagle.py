@@ -8,13 +8,10 @@ from pathlib import Path
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.mtp import count_mtp_layers, dummy_mtp_layers, load_mtp_layers
+from jaxserve.models.loading.mtp import abstract_mtp_layer, count_mtp_layers, dummy_mtp_layers, load_mtp_layers
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.draft_program import DraftTask
 from jaxserve.runner.draft_runner import LayerDraftRunner
-from jaxserve.runner.model_runner import ModelRunner
-from jaxserve.runner.step_runner import StepRunner
-from jaxserve.runner.worker import DraftWorker, TargetWorker
 from jaxserve.speculative.draft_model import DEFAULT_STEPS, DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -34,6 +31,8 @@ class MultiLayerEagleAlgorithm(DraftModelAlgorithm):
     """
 
     name = "MTP"
+    drafts_trees = False
+    runner_class = LayerDraftRunner
     layers: list[LoadedModel]
 
     @classmethod
@@ -67,31 +66,15 @@ class MultiLayerEagleAlgorithm(DraftModelAlgorithm):
             self.layers = load_mtp_layers(checkpoint, target, dtype, steps)
         self.draft = self.layers[0]
 
-    def kv_bytes_per_page(self, page_size: int) -> int:
-        return len(self.layers) * super().kv_bytes_per_page(page_size)
+    def load_abstract(self, target: LoadedModel) -> None:
+        steps = self.context.config.speculative_num_steps
+        assert steps is not None
+        self.layers = [abstract_mtp_layer(target, self.context.dtype)] * steps
+        self.draft = self.layers[0]
 
-    def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
-        kv = self._layout(runner.kv.num_pages, runner.kv.page_size)
-        target, dtype = runner.model.config, self.context.dtype
-        num_features = len(self.feature_points) * target.hidden_size
-        made: list[ModelRunner] = []
-        draft_runners: list[LayerDraftRunner] = []
-        try:
-            for number, layer in enumerate(self.layers):
-                task = DraftTask(number + 1, True, target.vocab_size, self.context.vocab_size, layer=number)
-                made.append(
-                    ModelRunner(
-                        layer, runner.backend, runner.rows, kv, runner.config, runner.platform, name=f"draft-{number}",
-                        make_relay=LayerDraftRunner.make_relay(task, num_features, dtype),
-                    )
-                )  # fmt: skip
-                draft_runners.append(
-                    LayerDraftRunner(
-                        made[-1], step_runner.buckets, step_runner.on_late_compile, task, num_features, dtype
-                    )
-                )
-            return DraftWorker(runner, step_runner, *draft_runners)
-        except BaseException:
-            for model_runner in reversed(made):
-                model_runner.close()  # their channels and threads would outlive everything else
-            raise
+    @property
+    def models(self) -> list[LoadedModel]:
+        return self.layers
+
+    def draft_task(self, vocab_size: int, num_drafts: int, number: int = 0) -> DraftTask:
+        return DraftTask(number + 1, True, vocab_size, self.context.vocab_size, layer=number)

@@ -25,7 +25,7 @@ class Speculation:
         algorithm: who drafts.
         buckets: sizes verify programs exist for.
         num_ids: ids below it may be drafted.
-        is_relayed: whether drafts are made on the device, and never pass the host.
+        relayed_depth: where drafts are made on the device and never pass the host, how many of them can hold; else 0.
         is_adaptive: whether the number of drafts follows what earlier ones brought; else every step that has drafts
             verifies as many as the largest program takes.
 
@@ -34,9 +34,10 @@ class Speculation:
     """
 
     def __init__(self, algorithm: SpeculativeAlgorithm, buckets: Buckets, num_ids: int, is_adaptive: bool,
-                 is_relayed: bool = False):  # fmt: skip
+                 relayed_depth: int = 0):  # fmt: skip
         self.algorithm = algorithm
-        self.is_relayed = is_relayed
+        self.is_relayed = relayed_depth > 0
+        self._relayed_depth = relayed_depth
         self.figures = SpeculationFigures()
         self.times = StepTimes()
         self._buckets = buckets
@@ -88,15 +89,15 @@ class Speculation:
         """The last ``num_new`` tokens of a sequence were committed; returns what came of its drafts, if it had any.
 
         Args:
-            num_relayed: drafts of the step that a draft model made on the device; they were a chain.
+            num_relayed: drafts of the step that a draft model made on the device.
         """
         # Not from the records: with overlap a step is planned, and a record made, before the first token is known.
         is_new = sequence not in self._observed
         self._observed.add(sequence)
         if num_relayed:
             relayed = VerifiedRow(num_relayed, num_new - 1)
-            self.figures.verified(relayed, num_relayed)
-            failed = int(relayed.num_accepted < num_relayed)
+            self.figures.verified(relayed, self._relayed_depth)
+            failed = int(relayed.num_accepted < self._relayed_depth)
             self._watch.committed(num_new, relayed.num_accepted, failed, verified=True)
             self.algorithm.observe(sequence.token_ids, len(sequence.token_ids) if is_new else num_new)
             return relayed

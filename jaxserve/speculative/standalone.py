@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from jaxserve.core.errors import ModelLoadError
-from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
+from jaxserve.models.loading.checkpoint import open_checkpoint, open_model_config
+from jaxserve.models.loading.weights import LoadedModel, abstract_model, dummy_model, load_model
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -22,10 +22,17 @@ class StandaloneAlgorithm(DraftModelAlgorithm):
     name = "STANDALONE"
     uses_features = False
 
+    def _path(self) -> Path:
+        path = self.context.config.speculative_draft_model_path
+        assert path is not None
+        return Path(path).expanduser()
+
+    def load_abstract(self, target: LoadedModel) -> None:
+        self.draft = abstract_model(open_model_config(self._path()), self.context.dtype)
+
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
         config = self.context.config
-        assert config.speculative_draft_model_path is not None
-        path = Path(config.speculative_draft_model_path).expanduser()
+        path = self._path()
         checkpoint = open_checkpoint(path)
         draft = checkpoint.model_config
         if checkpoint.tokenizer.vocab_size != tokenizer.vocab_size:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,13 @@ from jaxserve.engine.assembly import pool_pages, resolve_model_path
 from jaxserve.models.loading.checkpoint import open_model_config
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.buckets import make_buckets
+from jaxserve.runner.phase_runner import PhaseRunner
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import CHAIN, ProgramKey
 from jaxserve.runner.step_runner import StepRunner
-from jaxserve.speculative.registry import find_algorithm
+from jaxserve.speculative.base import AlgorithmContext
+from jaxserve.speculative.draft_model import DraftModelAlgorithm
+from jaxserve.speculative.registry import find_algorithm, make_algorithm, settled
 from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
@@ -41,14 +44,19 @@ TARGETS = ("cpu", "h100")
 class Program:
     """One program of a configuration, not compiled yet."""
 
+    runner: PhaseRunner
     cache: ProgramCache
     key: ProgramKey
-    ends: SharedReadEnds
+    ends: SharedReadEnds | None
 
     @property
     def name(self) -> str:
         """``step decode[batch=8,tokens=1,width=16]``."""
         return f"{self.cache.kind} {self.key.label}"
+
+
+def _encode(text: str) -> list[int]:
+    return []  # no tokenizer is read here
 
 
 class ConfigurationPrograms:
@@ -72,7 +80,8 @@ class ConfigurationPrograms:
             raise ConfigError(f"can't compile for an H100: {reason}")
         platform = "cpu" if target == "cpu" else "cuda"
         native_module(platform)
-        config = dataclasses.replace(config, race_check=False)  # its notes are reads behind the marker, by design
+        # Notes of the race check are reads behind the marker, by design.
+        config = settled(dataclasses.replace(config, race_check=False))
         self.target = target
         model_config = open_model_config(resolve_model_path(config.model))
         dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
@@ -87,31 +96,48 @@ class ConfigurationPrograms:
             jnp.dtype(dtype),
         )  # fmt: skip
         self._kv = dataclasses.replace(one_page, num_pages=pool_pages(config, one_page, context_length, 1 << 62))
-        # As much of a ModelRunner as a StepRunner needs to make programs: sizes, and no array.
-        runner = SimpleNamespace(
+        model = abstract_model(model_config, jnp.dtype(dtype))
+        algorithm = make_algorithm(AlgorithmContext(config, model_config.vocab_size, _encode, jnp.dtype(dtype)))
+        if isinstance(algorithm, DraftModelAlgorithm):
+            algorithm.load_abstract(model)
+        # As much of a ModelRunner as programs are made from: sizes, and no array.
+        runner: Any = SimpleNamespace(
             backend=backend,
-            model=abstract_model(model_config, jnp.dtype(dtype)),
+            model=model,
             kv=self._kv,
             rows=SimpleNamespace(
                 layout=RowLayout(
                     config.max_running_requests,
                     ceil_div(context_length, config.page_size),
-                    num_drafts=max(buckets.verify_tokens, default=1) - 1,
+                    num_drafts=0 if drafts.is_relayed else max(buckets.verify_tokens, default=1) - 1,
                 )
             ),
             config=config,
             has_marker=config.shared_read_marker,
         )
         self._has_marker = config.shared_read_marker
-        self._num_leaves = len(runner.model.leaves)
-        self._runner = StepRunner(cast(Any, runner), buckets, lambda label: None, drafts=drafts)
+        step_runner = StepRunner(
+            runner, buckets, lambda label: None, drafts=drafts,
+            feature_points=() if algorithm is None else algorithm.feature_points,
+        )  # fmt: skip
+        self._runners: list[PhaseRunner] = [step_runner]
+        if isinstance(algorithm, DraftModelAlgorithm):
+            kv = algorithm.kv_layout(self._kv.num_pages, config.page_size)
+            for number, draft_model in enumerate(algorithm.models):
+                draft: Any = SimpleNamespace(**vars(runner) | {"model": draft_model, "kv": kv})
+                self._runners.append(algorithm.make_draft_runner(draft, step_runner, number))
 
     def programs(self) -> list[Program]:
-        """All of them: preps first, then steps, each as the engine orders them."""
-        steps, preps = self._runner.program_keys()
-        ends = {key.shape.mode: self._runner._resolve_shared_read_ends(key.shape.mode) for key in steps}
-        caches = [(self._runner.preps, preps), (self._runner.steps, steps)]
-        return [Program(cache, key, ends[key.shape.mode]) for cache, keys in caches for key in keys]
+        """All of them: of each runner preps first, then steps, each as the engine orders them."""
+        return [program for runner in self._runners for program in self._programs(runner)]
+
+    @staticmethod
+    def _programs(runner: PhaseRunner) -> list[Program]:
+        steps, preps = runner.program_keys()
+        modes = {key.shape.mode for key in steps}
+        ends = {mode: runner._resolve_shared_read_ends(mode) if runner.reads_shared_rows else None for mode in modes}
+        caches = [(runner.preps, preps), (runner.steps, steps)]
+        return [Program(runner, cache, key, ends[key.shape.mode]) for cache, keys in caches for key in keys]
 
     def reports(self) -> Iterator[ProgramReport]:
         """Compiles and examines one program after the other."""
@@ -119,7 +145,10 @@ class ConfigurationPrograms:
 
     def report(self, program: Program) -> ProgramReport:
         """Compiles a program and examines it."""
-        is_prep = program.cache is self._runner.preps
+        is_prep = program.cache is program.runner.preps
+        draft = program.runner.kind == "draft"
+        held = "drafts" if draft else "relay"
+        num_leaves = len(program.runner.runner.model.leaves)
         start = time.monotonic()
         text, graphs = self._compile(program)
         return examine(
@@ -127,8 +156,8 @@ class ConfigurationPrograms:
             text,
             fence_of(program.key.source, program.ends, is_prep=is_prep, has_marker=self._has_marker),
             program.ends,
-            donated={} if is_prep else {"pool": self._num_leaves, "relay": self._num_leaves + 1},
-            pool_shape=None if is_prep else self._kv.shape,
+            donated={} if is_prep else {"pool": num_leaves, held: num_leaves + 1},
+            pool_shape=None if is_prep else program.runner.runner.kv.shape,
             drafts=program.key.drafts,
             seconds=time.monotonic() - start,
             graphs=graphs,

@@ -30,6 +30,7 @@ from jaxserve.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from jaxserve.engine.llm import LLM
 from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
+from jaxserve.speculative.registry import find_algorithm
 from jaxserve.testing.draw_statistics import chi_square, count_ranks
 from jaxserve.testing.lossless_report import Comparison, Difference, Distribution, LosslessError, LosslessReport
 
@@ -70,10 +71,11 @@ def ways_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
         drafting = REFERENCE | {"speculative_algorithm": name, "speculative_adaptive": False}
         ways |= {
             name: drafting,
-            f"{name}, adaptive": drafting | {"speculative_adaptive": True},
             f"{name}, overlap off": drafting | overlap_off,
             f"{name}, coarse": drafting | coarse,
         }
+        if not find_algorithm(name).draft_form(config).is_relayed:  # a draft model drafts at its one pace
+            ways[f"{name}, adaptive"] = drafting | {"speculative_adaptive": True}
         if name.upper() == "NGRAM":
             other = "relay" if config.speculative_ngram_fence == "coarse" else "coarse"
             ways[f"{name}, its fence {other}"] = drafting | {"speculative_ngram_fence": other}

@@ -40,7 +40,7 @@ class ProgramReport:
 
     Attributes:
         name: ``step decode[batch=8,tokens=1,width=16]``.
-        ends: where its reads of shared rows are taken to end, as the runner resolved it.
+        ends: where its reads of shared rows are taken to end, as the runner resolved it; None: it reads none.
         marker: custom call the fence is recorded by; ``""``: the program reads nothing shared, or has no marker.
         late_reads: uses of shared rows behind the fence.
         faults: everything else that is wrong with it.
@@ -52,7 +52,7 @@ class ProgramReport:
     """
 
     name: str
-    ends: SharedReadEnds
+    ends: SharedReadEnds | None
     marker: str
     late_reads: tuple[ReadViolation, ...]
     faults: tuple[str, ...]
@@ -68,16 +68,16 @@ class ProgramReport:
         return (*(f"{v.table}: {v.use}" for v in self.late_reads), *self.faults)
 
 
-def fence_of(source: RowSource, ends: SharedReadEnds, *, is_prep: bool, has_marker: bool) -> str | None:
+def fence_of(source: RowSource, ends: SharedReadEnds | None, *, is_prep: bool, has_marker: bool) -> str | None:
     """The custom call behind which a program may not read shared rows; None: it may read none at all.
 
     ``""``: no marker, the host waits for the whole execution.
     """
     if not has_marker:
-        return None if source is RowSource.PRIVATE and not is_prep else ""
+        return None if source in (RowSource.PRIVATE, RowSource.HANDED) and not is_prep else ""
     if is_prep:
         return SNAPSHOT
-    if source is RowSource.PRIVATE:
+    if source in (RowSource.PRIVATE, RowSource.HANDED):
         return None
     return SNAPSHOT if ends is SharedReadEnds.IN_REPLAY else END
 
@@ -111,7 +111,7 @@ def examine(
     name: str,
     hlo_text: str,
     fence: str | None,
-    ends: SharedReadEnds,
+    ends: SharedReadEnds | None,
     *,
     donated: dict[str, int],
     pool_shape: Sequence[int] | None,
@@ -125,7 +125,7 @@ def examine(
         name: for the report.
         hlo_text: ``compiled.as_text()``.
         fence: see ``fence_of``.
-        ends: where its reads are taken to end.
+        ends: where its reads are taken to end; None: it has none.
         donated: argument name -> parameter number of what must be taken over by an output.
         pool_shape: shape no instruction may copy; None for a program without a pool.
         drafts: how a verify program reads its drafts.

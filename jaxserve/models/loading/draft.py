@@ -83,6 +83,19 @@ def load_draft(path: str | Path, algorithm: str, target: LoadedModel, dtype: Any
         raise ModelLoadError(text if text.startswith(str(files.path)) else f"{files.path}: {text}") from error
 
 
+def abstract_draft(path: str | Path, algorithm: str, target: LoadedModel, dtype: Any) -> LoadedModel:
+    """A head whose leaves are shapes and dtypes alone: enough to compile its programs.
+
+    Raises:
+        ModelLoadError: as ``load_draft``, as far as its configuration goes.
+    """
+    files = open_draft_files(Path(path))
+    _check_kind(files, algorithm)
+    draft = read_draft_config(files, target.config)
+    graphdef, treedef, wanted = abstract_parameters(_KINDS[algorithm].model_class, draft, dtype)
+    return LoadedModel(graphdef, treedef, list(wanted.values()), draft.decoder)  # type: ignore[arg-type]
+
+
 def default_draft_path(algorithm: str) -> Path:
     """The draft checkpoint for the default model that comes with the package.
 

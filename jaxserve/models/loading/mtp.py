@@ -90,14 +90,30 @@ def _shared(target: LoadedModel) -> dict[str, jax.Array]:
     return {path: leaf for path in ("embed_tokens", "lm_head") if (leaf := target.leaf(path)) is not None}
 
 
+def abstract_mtp_layer(target: LoadedModel, dtype: Any) -> LoadedModel:
+    """An MTP layer whose leaves are shapes and dtypes alone: enough to compile its programs.
+
+    Raises:
+        ModelLoadError: the target is of another architecture.
+    """
+    _check_architecture(target)
+    config = mtp_config(target.config)
+    graphdef, treedef, leaves = abstract_parameters(MiMoV2MTPLayer, config, dtype)
+    return LoadedModel(graphdef, treedef, list(leaves.values()), config)  # type: ignore[arg-type]
+
+
+def _check_architecture(target: LoadedModel) -> None:
+    if target.config.architecture != _ARCHITECTURE:
+        raise ModelLoadError(f"MTP layers are made for {_ARCHITECTURE}, the model is {target.config.architecture}")
+
+
 def dummy_mtp_layers(target: LoadedModel, dtype: Any, num_layers: int) -> list[LoadedModel]:
     """MTP layers of the right shapes with random weights, for tests and benchmarks without a checkpoint.
 
     Raises:
         ModelLoadError: the target is of another architecture.
     """
-    if target.config.architecture != _ARCHITECTURE:
-        raise ModelLoadError(f"MTP layers are made for {_ARCHITECTURE}, the model is {target.config.architecture}")
+    _check_architecture(target)
     config, layers = mtp_config(target.config), []
     for number in range(num_layers):
         graphdef, state = nnx.split(MiMoV2MTPLayer(config, dtype, nnx.Rngs(number + 1)))

@@ -1,0 +1,158 @@
+"""The draft program that drafts trees: the likeliest paths of a draft model, as far as they fit into a verify step.
+
+The tree grows depth by depth: of the nodes found at one depth, the ``topk`` with the likeliest paths are expanded, each
+by its ``topk`` likeliest tokens. Of all nodes found, those with the likeliest paths are verified (Li et al., "EAGLE-2:
+Faster Inference of Language Models with Dynamic Draft Trees", 2024). A path is never likelier than the one it
+continues, and ties go to the node found first, so no node is chosen without its parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.attention.base import AttentionBackend, StepMetadata, StepRows, Tree
+from jaxserve.attention.paged_kv import PagedKV
+from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.draft_program import (
+    DraftOutputs,
+    DraftPass,
+    DraftTask,
+    end_of,
+    entries_of,
+    given_rows,
+    ids_of,
+    read_sign,
+)
+from jaxserve.runner.handover import Handover
+from jaxserve.runner.sampler import filtered_logits, gumbel_noise
+from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
+from jaxserve.runner.step_program import HostInputs, ProgramKey
+
+
+class Found(NamedTuple):
+    """Nodes found so far, C of them, depth after depth; node numbers count from 0, the root is -1.
+
+    Attributes:
+        tokens: int32[B, C], in the target's ids.
+        scores: float32[B, C], log-likelihoods of their paths.
+        parents: int32[B, C], node numbers.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    parents: jax.Array
+
+
+def likeliest(
+    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The ``topk`` best continuations of N nodes of each row: tokens int32[B, N, k], log-likelihoods float32[B, N, k].
+
+    Rows that sample rank tokens by their perturbed logits: what the target model draws with the same noise.
+
+    Args:
+        logits: float32[B, N, draft vocabulary].
+        positions: int32[B], where the tokens will stand.
+    """
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
+    logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
+    ints, is_random = rows.sampling_ints, rows.sampling_floats[:, TEMPERATURE] > 0
+
+    def perturbed(_: Any) -> jax.Array:
+        noise = jax.vmap(lambda low, high, position: gumbel_noise(low, high, position, task.vocab_size))
+        gumbel = noise(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)[:, None, ids]
+        filtered = jax.vmap(filtered_logits, (1, None, None), 1)(logits, rows.sampling_floats, ints)
+        return jnp.where(is_random[:, None, None], filtered + gumbel, logits)
+
+    ranked = jax.lax.cond(jnp.any(is_random), perturbed, lambda _: logits, None)
+    scores, places = jax.lax.top_k(jax.nn.log_softmax(ranked, -1), task.topk)
+    return ids[places], scores
+
+
+def chosen_tree(found: Found, count: int) -> tuple[jax.Array, jax.Array]:
+    """The ``count`` likeliest nodes as drafts: tokens and parents int32[B, count], see ``runner.verify``."""
+    _, best = jax.lax.top_k(found.scores, count)
+    nodes = jnp.sort(best, -1)  # found depth after depth, so parents stay ahead of their children
+    parents = jnp.take_along_axis(found.parents, nodes, 1)
+    # Place of a parent among the chosen, 1 for the first; the root is 0.
+    places = jnp.argmax(nodes[:, None, :] == parents[:, :, None], -1).astype(jnp.int32) + 1
+    return jnp.take_along_axis(found.tokens, nodes, 1), jnp.where(parents < 0, 0, places)
+
+
+def grown(
+    forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
+    position: jax.Array, task: DraftTask,
+) -> Found:  # fmt: skip
+    """Every node found.
+
+    Args:
+        state: [B, H], the draft model's state at the newest token.
+        lengths: int32[B], entries of the draft model before the first draft.
+        position: int32[B], where the first drafts will stand.
+    """
+    batch, k = state.shape[0], task.topk
+    tokens, scores = likeliest(model.logits(state)[:, None], rows, position, task, ids_of(model))
+    found = Found(tokens[:, 0], scores[:, 0], jnp.full((batch, k), -1, jnp.int32))
+    # Nodes that go through the model, k of each depth: what they are, the features they build on, whom they see.
+    beam = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))  # node numbers
+    tokens, features = found.tokens, jnp.broadcast_to(state[:, None], (batch, k, state.shape[-1]))
+    seen = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+    for depth in range(1, task.num_steps):
+        depths = jnp.broadcast_to(jnp.repeat(jnp.arange(depth, dtype=jnp.int32), k), (batch, depth * k))
+        own = features if task.uses_features else None
+        hidden, _, _ = forward(pool, lengths, tokens, own, Tree(seen, depths))
+        states = hidden[:, -k:]
+        logits = model.logits(states.reshape(batch * k, -1)).reshape(batch, k, -1)
+        children, likelihoods = likeliest(logits, rows, position + depth, task, ids_of(model))
+        paths = jnp.take_along_axis(found.scores, beam, 1)[:, :, None] + likelihoods  # [B, k, k]
+        first = found.tokens.shape[1]
+        found = Found(
+            jnp.concatenate([found.tokens, children.reshape(batch, k * k)], 1),
+            jnp.concatenate([found.scores, paths.reshape(batch, k * k)], 1),
+            jnp.concatenate([found.parents, jnp.repeat(beam, k, axis=1)], 1),
+        )
+        if depth + 1 == task.num_steps:
+            break
+        _, best = jax.lax.top_k(paths.reshape(batch, k * k), k)
+        beam, above = first + best.astype(jnp.int32), best // k  # place of the parent in the last k rows
+        tokens = jnp.concatenate([tokens, jnp.take_along_axis(found.tokens, beam, 1)], 1)
+        features = jnp.concatenate([features, jnp.take_along_axis(states, above[:, :, None], 1)], 1)
+        inherited = jnp.take_along_axis(seen[:, -k:], above[:, :, None], 1)  # [B, k, depth * k]
+        fresh = jnp.concatenate([inherited, jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))], 2)
+        seen = jnp.concatenate([jnp.pad(seen, ((0, 0), (0, 0), (0, k))), fresh], 1)
+    return found
+
+
+def make_tree_draft_program(
+    key: ProgramKey,
+    backend: AttentionBackend,
+    bind: Callable[[list[jax.Array]], Any],
+    windows: tuple[int | None, ...],
+    task: DraftTask,
+) -> Callable:
+    """As ``make_draft_program``; ``drafted`` int32[slots + 1, 2 D] holds D tokens and then their parents."""
+
+    def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
+              private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
+        rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
+        used: set[tuple[int, str]] | None = set() if key.noted else None
+        model = bind(leaves)
+        forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
+        tokens, features = entries_of(task, model, handover)
+        lengths, counts = task.span(handover)
+        hidden, keys, values = forward(pool, lengths, tokens, features)
+        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
+        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
+        position = handover.lengths + handover.counts + 1  # of the first drafts: behind the newest token
+        found = grown(forward, model, pool, rows, state, lengths + counts, position, task)
+        chosen = jnp.concatenate(chosen_tree(found, task.num_drafts), 1)
+        slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
+        drafted = drafted.at[slots].set(chosen)
+        end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)
+        return DraftOutputs(pool, drafted, chosen, end)
+
+    return draft
