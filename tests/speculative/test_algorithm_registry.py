@@ -59,8 +59,8 @@ def test_what_is_refused(name, algorithm, message):
 
 
 def test_unknown_and_unavailable_names_differ():
-    with pytest.raises(ConfigError, match="'EAGLE' is not available in this version; there are NGRAM"):
-        find_algorithm("EAGLE")
+    with pytest.raises(ConfigError, match="'NONE' is not available in this version; there are NGRAM"):
+        find_algorithm("NONE")
     with pytest.raises(ConfigError, match="'NGRAMM' is unknown; there are NGRAM"):
         find_algorithm("NGRAMM")
 

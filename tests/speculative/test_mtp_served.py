@@ -18,6 +18,7 @@ from jaxserve.barrier.native import native_module
 from jaxserve.barrier.race_check import RaceError
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
@@ -29,6 +30,7 @@ from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
 from jaxserve.runner.worker import DraftWorker
 from jaxserve.speculative.registry import find_algorithm, settled
+from jaxserve.testing.configuration_programs import ConfigurationPrograms
 from jaxserve.testing.poison import Poison
 
 MIMO = Path(__file__).parent.parent / "fixtures" / "mimo"
@@ -274,6 +276,16 @@ def test_as_many_steps_as_there_are_layers(mimo):
 def test_what_is_refused(settings, message, mimo):
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(**{"model": str(mimo), "speculative_algorithm": "MTP", "context_length": 64, **settings}))
+
+
+def test_what_a_layer_reads_of_shared_rows_ends_with_its_marker(mimo):
+    """Of the last layer's programs: proven in what XLA made of them."""
+    few = {"prefill_token_buckets": (16,), "chunked_prefill_size": 16, "max_running_requests": 2, "context_length": 64}
+    found = ConfigurationPrograms(EngineConfig(model=str(mimo), speculative_algorithm="MTP", page_size=4, **few))
+    programs = [program for program in found.programs() if program.key.shape.mode is ForwardMode.DRAFT_EXTEND]
+    assert len(programs) == 2 * NUM_LAYERS  # batches of 1 and 2
+    report = found.report(programs[-1])
+    assert report.violations == () and report.marker and report.donated
 
 
 def test_random_layers_need_no_weights(mimo):
