@@ -40,6 +40,8 @@ JAXSERVE_INLINE void exp_lanes(float* x) {
 typedef float Half __attribute__((vector_size(8 * sizeof(float)), aligned(4), may_alias));
 typedef float Quarter __attribute__((vector_size(4 * sizeof(float)), aligned(4), may_alias));
 
+typedef int32_t QuarterIndex __attribute__((vector_size(4 * sizeof(int32_t))));
+
 // Sum of the lanes, by halving: adding them one by one is a chain of sixteen dependent additions.
 JAXSERVE_INLINE float sum_lanes(const Lanes& v) {
   Half halves[2];

@@ -9,14 +9,27 @@
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxserve::cpu {
 
-// Calls work(task) once for each task in [0, num_tasks). Tasks are taken from one counter by the caller and by up to
-// num_threads - 1 pool threads. The caller never waits for a task nobody has started, so a busy pool cannot stall it;
-// a pool thread that comes late finds no task, and touches nothing but the shared state.
+constexpr int kSpins = 1000;  // some 30 us
+
+// Tells the processor that this thread spins.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Calls work(task) once for each task in [0, num_tasks), on the caller and up to num_threads - 1 pool threads. Each has
+// a share of neighbouring tasks, does those in order, and then takes what is left of the other shares. The caller never
+// waits for a task nobody has started, so a busy pool cannot stall it; a pool thread that comes late finds no task, and
+// touches nothing but the shared state.
 // Of exceptions that tasks raise, the first is raised again once every task has ended: none may leave a pool thread,
 // and `work` must outlive those still running.
 template <typename Work>
@@ -26,28 +39,42 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
     for (int64_t task = 0; task < num_tasks; ++task) work(task);
     return;
   }
+  struct alignas(64) Share {  // in a cache line of its own
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
   struct State {
-    std::atomic<int64_t> next{0};
+    explicit State(int64_t num_shares) : shares(num_shares) {}
+    std::vector<Share> shares;
+    std::atomic<int64_t> num_threads{0};
     std::atomic<int64_t> finished{0};
     std::mutex mutex;
     std::condition_variable all_finished;
     std::exception_ptr failure;  // guarded by mutex
   };
-  auto state = std::make_shared<State>();
+  auto state = std::make_shared<State>(num_threads);
+  for (int64_t i = 0; i < num_threads; ++i) {
+    state->shares[i].next = num_tasks * i / num_threads;
+    state->shares[i].end = num_tasks * (i + 1) / num_threads;
+  }
   const Work* shared_work = &work;  // alive while a task is unfinished, and not called otherwise
-  const auto take_tasks = [state, shared_work, num_tasks] {
-    while (true) {
-      const int64_t task = state->next.fetch_add(1);
-      if (task >= num_tasks) return;
-      try {
-        (*shared_work)(task);
-      } catch (...) {
-        std::lock_guard<std::mutex> lock(state->mutex);
-        if (state->failure == nullptr) state->failure = std::current_exception();
-      }
-      if (state->finished.fetch_add(1) + 1 == num_tasks) {
-        std::lock_guard<std::mutex> lock(state->mutex);
-        state->all_finished.notify_all();
+  const auto take_tasks = [state, shared_work, num_tasks, num_threads] {
+    const int64_t own = state->num_threads.fetch_add(1);
+    for (int64_t i = 0; i < num_threads; ++i) {
+      Share& share = state->shares[(own + i) % num_threads];
+      while (true) {
+        const int64_t task = share.next.fetch_add(1);
+        if (task >= share.end) break;
+        try {
+          (*shared_work)(task);
+        } catch (...) {
+          std::lock_guard<std::mutex> lock(state->mutex);
+          if (state->failure == nullptr) state->failure = std::current_exception();
+        }
+        if (state->finished.fetch_add(1) + 1 == num_tasks) {
+          std::lock_guard<std::mutex> lock(state->mutex);
+          state->all_finished.notify_all();
+        }
       }
     }
   };
@@ -57,6 +84,8 @@ void run_tasks(xla::ffi::ThreadPool& pool, int64_t num_tasks, int64_t num_thread
     // No memory for another thread's task: those that there are do it all.
   }
   take_tasks();
+  // What is left ends in microseconds, unless its thread lost its core: sleeping and being woken would take longer.
+  for (int spins = 0; spins < kSpins && state->finished.load(std::memory_order_acquire) != num_tasks; ++spins) relax();
   std::unique_lock<std::mutex> lock(state->mutex);
   state->all_finished.wait(lock, [&] { return state->finished.load() == num_tasks; });
   // Taken out: a pool thread that comes late must not be the last to let go of it.

@@ -6,6 +6,7 @@ XLA_FFI_Error* jaxserve_cpu_record_end(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cpu_hold(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cpu_note(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cpu_paged_attention(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cpu_skinny_matmul(XLA_FFI_CallFrame*);
 }
 
 namespace jaxserve::cpu {
@@ -17,6 +18,7 @@ std::map<std::string, XLA_FFI_Handler*> handlers() {
       {"jaxserve_hold", jaxserve_cpu_hold},
       {"jaxserve_note", jaxserve_cpu_note},
       {"jaxserve_paged_attention", jaxserve_cpu_paged_attention},
+      {"jaxserve_skinny_matmul", jaxserve_cpu_skinny_matmul},
   };
 }
 

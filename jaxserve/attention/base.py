@@ -49,7 +49,8 @@ class StepRows(NamedTuple):
         slots: int32[B], the slot of each row; the null slot for padding.
         block_tables: int32[B, W], page ids; 0 is the null page.
         lengths: int32[B], tokens with KV before this step.
-        sampling_floats: float32[B, 4]; sampling_ints: int32[B, 4]; see ``runner.sampling_rows``.
+        sampling_floats: float32[B, 8]; sampling_ints: int32[B, 8]; bias_ids: int32[B, 364];
+        bias_values: float32[B, 300]; see ``runner.sampling_rows`` for these four.
         draft_tokens, draft_parents: int32[B, Q - 1], where the step has drafts and reads them early; see
             ``runner.verify``.
     """
@@ -59,6 +60,8 @@ class StepRows(NamedTuple):
     lengths: jax.Array
     sampling_floats: jax.Array
     sampling_ints: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
     draft_tokens: jax.Array | None = None
     draft_parents: jax.Array | None = None
 

@@ -19,11 +19,12 @@ from jaxserve.barrier import journal
 from jaxserve.barrier.native import native_module
 from jaxserve.barrier.tickets import Event, make_ring, reserve
 from jaxserve.core.config import SharedUpdates
+from jaxserve.core.sampling_params import MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS
 
-NUM_SAMPLING_FLOATS = 4  # temperature, top_p, min_p, (free)
-NUM_SAMPLING_INTS = 4  # top_k, seed low word, seed high word, flags
+NUM_SAMPLING_FLOATS = 8  # temperature, top_p, min_p, frequency, presence and repetition penalty, (free), (free)
+NUM_SAMPLING_INTS = 8  # top_k, seed low word, seed high word, flags, length before which no stop id, (free) * 3
 MIN_STAGING_BLOCKS = 64
-WRITES_PER_SLOT = 12  # row writes two plans can need for each slot: admission, growth, release, and recovery
+WRITES_PER_SLOT = 14  # row writes two plans can need for each slot: admission, growth, release, and recovery
 STAGING_BLOCK_BYTES = 4096
 
 
@@ -55,6 +56,9 @@ class RowLayout:
             "lengths": (rows, 1, np.int32),  # tokens with KV before this step
             "sampling_floats": (rows, NUM_SAMPLING_FLOATS, np.float32),
             "sampling_ints": (rows, NUM_SAMPLING_INTS, np.int32),
+            # Of the tokens whose logits a request changes, and behind them the stop ids that min_tokens holds back.
+            "bias_ids": (rows, MAX_LOGIT_BIAS + MAX_HELD_STOP_IDS, np.int32),
+            "bias_values": (rows, MAX_LOGIT_BIAS, np.float32),
             **self._draft_shapes(rows),
         }
 
@@ -131,10 +135,16 @@ class SharedRows:
             self._write("block_tables", np.array([slot], np.int32), np.array([page_ids], np.int32), first)
 
     def set_sampling(self, slot: int, floats: np.ndarray, ints: np.ndarray) -> None:
-        """Sampling rows float32[4] and int32[4] of a slot; see ``runner.sampling_rows``."""
+        """Sampling rows float32[8] and int32[8] of a slot; see ``runner.sampling_rows``."""
         row = np.array([slot], np.int32)
         self._write("sampling_floats", row, floats[None, :].astype(np.float32))
         self._write("sampling_ints", row, ints[None, :].astype(np.int32))
+
+    def set_bias(self, slot: int, ids: np.ndarray, values: np.ndarray) -> None:
+        """Bias rows int32[364] and float32[300] of a slot; see ``runner.sampling_rows``."""
+        row = np.array([slot], np.int32)
+        self._write("bias_ids", row, ids[None, :])
+        self._write("bias_values", row, values[None, :])
 
     def set_drafts(self, slots: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> None:
         """Drafts int32[B, D] of slots int32[B]: tokens, and node numbers of their parents (see ``runner.verify``)."""

@@ -16,7 +16,7 @@ from jaxserve.core.errors import ConfigError
 if TYPE_CHECKING:
     from jaxserve.testing.lossless_report import Comparison, LosslessReport
 
-HEADER = ("way", "batch", "greedy", "sampled", "tokens", "drafts", "accepted", "logprob gap")
+HEADER = ("way", "batch", "greedy", "sampled", "controlled", "tokens", "drafts", "accepted", "logprob gap")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +129,7 @@ def as_text(report: LosslessReport) -> str:
 
 
 def _cells(way: str, batch: int, kinds: dict[str, Comparison]) -> list[str]:
-    verdicts = [_verdict(kinds[kind]) if kind in kinds else "-" for kind in ("greedy", "sampled")]
+    verdicts = [_verdict(kinds[kind]) if kind in kinds else "-" for kind in ("greedy", "sampled", "controlled")]
     num_tokens = sum(each.num_tokens for each in kinds.values())
     drafted = [each.num_drafted for each in kinds.values() if each.num_drafted is not None]
     accepted = [each.num_accepted for each in kinds.values() if each.num_accepted is not None]

@@ -99,6 +99,17 @@ def _extension() -> str:
     return ", ".join(built) if built else "not built (see BUILD.md)"
 
 
+def _products() -> str:
+    import jax
+
+    from jaxserve.models.skinny_matmul import SKINNY_ROWS, skinny_unavailable
+
+    if jax.default_backend() != "cpu":
+        return "XLA's"
+    reason = skinny_unavailable()
+    return f"XLA's: {reason}" if reason else f"the extension's, for up to {SKINNY_ROWS[-1]} rows of float32"
+
+
 def _backend(config: EngineConfig) -> AttentionBackend:
     import jax
 
@@ -175,4 +186,5 @@ FACTS: dict[str, Callable[[], str]] = {
     "extension": _extension,
     "XLA FFI API": _ffi,
     "devices": _devices,
+    "few-row products": _products,
 }

@@ -134,6 +134,7 @@ FLAGS = (
     Flag("speculative_ngram_capacity", int, "nodes of the trie; least recently used go first", metavar="N"),
     Flag("speculative_ngram_external_corpus_path", str, "text to know from the start, .txt or .jsonl", metavar="FILE"),
     Flag("speculative_ngram_external_corpus_max_tokens", int, "most tokens taken from it", metavar="N"),
+    Flag("grammar_backend", str.lower, "who constrains outputs to grammars", choices=("llguidance", "none")),
     Flag("seed", int, "seed of the seeds of requests that bring none", metavar="N"),
     Flag("fence_timeout_s", float, "longest wait for a record before a step fails", ("--fence-timeout",), metavar="S"),
     Flag(

@@ -65,6 +65,7 @@ class EngineConfig:
         speculative_ngram_capacity: nodes of the trie; the least recently used go first.
         speculative_ngram_external_corpus_path: text to know from the start (.txt or .jsonl).
         speculative_ngram_external_corpus_max_tokens: most tokens taken from it.
+        grammar_backend: who constrains outputs to grammars; ``"none"`` for programs without token masks.
         seed: seed of the seeds drawn for requests that bring none; None draws from the system.
         fence_timeout_s: longest wait for a record before a step is failed.
         compilation_cache_dir: persistent XLA cache; ``""`` disables it, None takes the default folder.
@@ -112,6 +113,7 @@ class EngineConfig:
     speculative_ngram_capacity: int = 1_000_000
     speculative_ngram_external_corpus_path: str | None = None
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
+    grammar_backend: str | None = "llguidance"
     seed: int | None = None
     fence_timeout_s: float = 60.0
     compilation_cache_dir: str | None = None
@@ -136,6 +138,10 @@ class EngineConfig:
             raise ConfigError(f"--load-format must be auto or dummy, got {self.load_format!r}")
         if self.shared_updates not in ("shared", "upload", "functional"):
             raise ConfigError(f"shared_updates must be shared, upload or functional, got {self.shared_updates!r}")
+        if self.grammar_backend not in (None, "none", "llguidance"):
+            raise ConfigError(f"--grammar-backend must be llguidance or none, got {self.grammar_backend!r}")
+        if self.grammar_backend == "none":
+            self.grammar_backend = None
         self._check_speculation()
         for name in ("prefill_token_buckets", "decode_batch_buckets"):
             buckets = getattr(self, name)

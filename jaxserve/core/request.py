@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
+from jaxserve.core.token_constraint import TokenConstraint
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -21,6 +23,7 @@ class Request:
         prompt_ids: the prompt as token ids; at least one.
         params: sampling and stopping.
         prompt: the text the ids came from, when there was one.
+        constraint: makes what constrains each of its outputs; None: they may say anything.
         arrival_s: ``time.monotonic()`` when the request was accepted.
     """
 
@@ -28,6 +31,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     prompt: str | None = None
+    constraint: Callable[[], TokenConstraint] | None = None
     arrival_s: float = field(default_factory=time.monotonic)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.core.errors import InvalidRequest
+from jaxserve.core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20  # most alternatives reported per token (the OpenAI limit)
 MAX_N = 128  # most sequences one request may ask for
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 300  # most entries of one request's logit_bias (the OpenAI limit)
+MAX_BIAS = 100.0  # largest bias, either way
+MAX_HELD_STOP_IDS = 64  # most ids, the model's own included, that min_tokens can hold back
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 
 
 def _reject(field: str, wanted: str, got: object) -> InvalidRequest:
@@ -28,6 +34,32 @@ def _check_int(field: str, value: object, low: int, high: int | None, wanted: st
         raise _reject(field, wanted, value)
 
 
+def _checked_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """``logit_bias`` as pairs, from a mapping (JSON's keys are strings) or from pairs."""
+    if value is None:
+        return ()
+    wanted = f"a map of at most {MAX_LOGIT_BIAS} token ids to numbers in [-{MAX_BIAS:.0f}, {MAX_BIAS:.0f}]"
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (list, tuple)):
+        raise _reject("logit_bias", wanted, value)
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise _reject("logit_bias", wanted, f"{len(pairs)} entries")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise _reject("logit_bias", wanted, pair)
+        token, bias = pair
+        if isinstance(token, str) and token.isascii() and token.isdigit():
+            token = int(token)
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise _reject("logit_bias", wanted, f"the token id {token!r}")
+        if token in found:
+            raise _reject("logit_bias", wanted, f"the token id {token} twice")
+        _check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS, wanted)
+        found[token] = float(bias)
+    return tuple(found.items())
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping parameters of one request. Values are checked on construction.
@@ -43,8 +75,17 @@ class SamplingParams:
         stop: strings that end the output; the text before the first match is returned.
         stop_token_ids: token ids that end the output, besides the model's own end-of-sequence ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
+        min_tokens: no stop id, end-of-sequence id or stop string ends the output before it has this many tokens; such
+            ids cannot be chosen until then.
+        frequency_penalty: lowers a token's logit by this for every time it stands in the output; -2 .. 2.
+        presence_penalty: lowers it by this once, if it stands in the output at all; -2 .. 2.
+        repetition_penalty: divides the logits of tokens that stand in prompt or output if they are positive, multiplies
+            them if negative; 0.01 .. 10, 1 changes nothing.
+        logit_bias: (token id, -100 .. 100) pairs, or a mapping: added to these tokens' logits. At most 300.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
+        structured_outputs: the form the output must have, see ``StructuredOutputs``; a mapping of its fields will do.
+            Such an output ends at an end-of-sequence id whatever ``ignore_eos`` says.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
 
@@ -62,7 +103,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -89,6 +136,15 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0, "a number in [0, 1]")
         _check_number("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
         _check_int("top_k", self.top_k, -1, 2**31 - 1, "an integer >= -1 (0 and -1 keep all tokens)")
+        most = 2**30 if self.max_tokens is None else self.max_tokens
+        _check_int("min_tokens", self.min_tokens, 0, most, f"an integer in [0, {most}], max_tokens at most")
+        for field in ("frequency_penalty", "presence_penalty"):
+            _check_number(field, getattr(self, field), -2.0, 2.0, "a number in [-2, 2]")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_number("repetition_penalty", self.repetition_penalty, low, high, f"a number in [{low}, {high:g}]")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63-1]")
         _check_int("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]")
@@ -97,6 +153,11 @@ class SamplingParams:
         for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise _reject(field, "true or false", getattr(self, field))
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens' logits depend on how often they occurred."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def greedy(self) -> bool:

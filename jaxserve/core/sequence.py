@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from jaxserve.core.request import FinishReason, Request
+from jaxserve.core.token_constraint import TokenConstraint
 
 
 class Status(Enum):
@@ -31,6 +32,8 @@ class Sequence:
         num_scheduled: tokens whose KV a dispatched step computes (or computed).
         num_in_flight: sampled tokens that are dispatched but not committed; of a verify step, the one it is sure of.
         prefill_len: tokens to prefill before decoding; the prompt, or after a preemption prompt and output so far.
+        is_counted: whether the device knows which tokens it holds, or need not.
+        constraint: what its output may say, as of the committed tokens; None: anything.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
         num_preemptions: how often its pages were taken away.
     """
@@ -48,6 +51,8 @@ class Sequence:
     prefill_len: int = 0
     num_preemptions: int = 0
     awaits_verify: bool = False
+    is_counted: bool = True
+    constraint: TokenConstraint | None = None
     finish_reason: FinishReason | None = None
 
     @property

@@ -207,7 +207,8 @@ def assemble(
             log.warning("the write-after-read barrier is disabled: output may be corrupt")
         scheduler = Scheduler(
             worker, rows, PagePool(num_pages, config.page_size), barrier,
-            chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size, speculation=speculation,
+            chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids, speculation=speculation,
         )  # fmt: skip
     except BaseException:
         (worker or runner).close()  # its channel and its thread would outlive everything else

@@ -171,6 +171,14 @@ class AsyncEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    def check_controls(self, params: SamplingParams) -> None:
+        """Compiles the grammar of a request, which may take a second, so that ``generate`` need not. Any thread.
+
+        Raises:
+            InvalidRequest: it cannot be followed, or something else in ``params`` that the model does not have.
+        """
+        self._engine.check_controls(params)
+
     def generate(self, prompt: str | list[int], params: SamplingParams,
                  request_id: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
         """Queues a request; returns the iterator of its deltas.

@@ -19,6 +19,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.assembly import assemble
+from jaxserve.engine.control_checks import check_controls, constraints_of, make_grammars
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output import OutputBuilder
 from jaxserve.runner.batch import StepBatch
@@ -59,6 +60,7 @@ class Engine:
         self.context_length = parts.context_length
         self.model_name = parts.checkpoint.name
         self.model_config = parts.model.config
+        self._grammars = make_grammars(config, self.tokenizer, self.model_config)
         self.metrics = EngineMetrics(self)
         self._overlap = not config.disable_overlap_schedule
         self._in_flight: collections.deque[Launch] = collections.deque()  # dispatched, not committed; oldest first
@@ -201,6 +203,7 @@ class Engine:
                     f"token ids of {param} must be integers in [0, {vocab - 1}], got {wrong[0]!r}",
                     param=param, code="invalid_token",
                 )  # fmt: skip
+        self.check_controls(params)
         most = self.config.max_running_requests + self.config.max_queued_requests
         if params.n > most:
             raise InvalidRequest(
@@ -225,6 +228,10 @@ class Engine:
             )  # fmt: skip
         return min(limit, pool_tokens) if params.max_tokens is None else wanted
 
+    def check_controls(self, params: SamplingParams) -> None:
+        """The part of ``check`` that needs no prompt. A grammar is compiled here, on the caller's thread, and kept."""
+        check_controls(params, self.model_config.vocab_size, self.model_config.eos_token_ids, self._grammars)
+
     def add(self, request: Request) -> None:
         """Queues a request.
 
@@ -242,11 +249,12 @@ class Engine:
                 f"{len(self.scheduler.waiting)} sequences are waiting, the limit is {self.config.max_queued_requests} "
                 "(--max-queued-requests); try again later", status=429,
             )  # fmt: skip
+        constraints = constraints_of(request, self._grammars)
         self.metrics.accepted(request)
         sequences = []
         for index in range(request.params.n):
             sequence = Sequence(request, index, self._seed(request.params.seed, index), max_total,
-                                list(request.prompt_ids))  # fmt: skip
+                                list(request.prompt_ids), constraint=constraints[index])  # fmt: skip
             self._outputs[sequence] = OutputBuilder(
                 sequence, self.tokenizer, self.model_config.eos_token_ids,
                 speculative=self.scheduler.speculation is not None,

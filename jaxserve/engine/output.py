@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxserve.core.request import FinishReason, OutputDelta
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.speculation_counts import SpeculationCounts
+from jaxserve.runner.sampling_rows import stop_ids
 from jaxserve.scheduler.scheduler import Committed
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -24,12 +25,10 @@ class OutputBuilder:
         self.sequence = sequence
         self.finish_reason: FinishReason | None = None
         self.speculation = SpeculationCounts() if speculative else None
-        self._stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            self._stop_ids.update(eos_token_ids)
+        self._stop_ids = set(stop_ids(params, eos_token_ids))
         self._explicit_stop_ids = set(params.stop_token_ids)
         self._text = IncrementalDetokenizer(
-            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output, params.min_tokens
         )
         # A stop id is part of the output's ids. Its text shows only if asked for, as that of stop strings does.
         self._show_stop_id = params.include_stop_str_in_output or not params.skip_special_tokens
@@ -40,6 +39,8 @@ class OutputBuilder:
         token = committed.token_id
         if not committed.finite:
             return self.end("error", error="the model produced logits that are not numbers for this request")
+        if sequence.constraint is not None and sequence.constraint.error is not None:
+            return self.end("error", error=f"the grammar cannot be followed any further: {sequence.constraint.error}")
         text = ""
         stop_reason: int | str | None = None
         reason: FinishReason | None = None

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxserve.core.forward_mode import ForwardMode
 
 Owner = TypeVar("Owner")
+
+
+class History(NamedTuple):
+    """Tokens int32[n] of a sequence, of which the first ``num_prompt`` are its prompt and the others its output."""
+
+    tokens: np.ndarray
+    num_prompt: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,11 @@ class StepBatch(Generic[Owner]):
         tokens: int32[1, n] prompt tokens of EXTEND, else None.
         queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
         num_drafted: drafts of all rows of TARGET_VERIFY together.
+        history: of EXTEND, the tokens that penalties of the sequence count, when they are to be counted anew.
+        masks: ids each row may choose, see ``runner.logit_controls.TokenMasks``: uint32[B, Q, words], of EXTEND
+            uint32[1, 1, words]; None when all rows are free.
+        undrafted: bool[B], rows none of whose drafts may hold, because they are not known to whoever made the masks;
+            None: there is no such row.
         next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
@@ -37,5 +49,8 @@ class StepBatch(Generic[Owner]):
     tokens: np.ndarray | None = None
     queries: int = 1
     num_drafted: int = 0
+    history: History | None = None
+    masks: np.ndarray | None = None
+    undrafted: np.ndarray | None = None
     next_token: int = -1
     samples: bool = True

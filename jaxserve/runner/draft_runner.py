@@ -51,7 +51,8 @@ class DraftRunner(PhaseRunner):
         self.num_features = num_features
         self.features_dtype = features_dtype
         layout, windows = runner.rows.layout, runner.model.config.attention_windows
-        relay = jax.eval_shape(lambda: self.make_relay(task, num_features, features_dtype)(layout.num_slots + 1))
+        made = self.make_relay(task, num_features, features_dtype)
+        relay = jax.eval_shape(lambda: made(layout.num_slots + 1, task.vocab_size))
         self.steps = ProgramCache(
             "draft",
             lambda key: self._maker()(key, self.backend, runner.model.bind, windows, task),
@@ -72,9 +73,9 @@ class DraftRunner(PhaseRunner):
         )
 
     @staticmethod
-    def make_relay(task: DraftTask, num_features: int, features_dtype: Any) -> Callable[[int], Any]:
-        """Makes the relay of the draft model for a number of slots and one."""
-        return lambda num_rows: jnp.zeros((num_rows, task.relay_width), jnp.int32)
+    def make_relay(task: DraftTask, num_features: int, features_dtype: Any) -> Callable[[int, int], Any]:
+        """Makes the relay of the draft model for a number of slots and one, and the vocabulary's size."""
+        return lambda num_rows, vocab_size: jnp.zeros((num_rows, task.relay_width), jnp.int32)
 
     @property
     def drafted(self) -> jax.Array:
@@ -126,6 +127,7 @@ class DraftRunner(PhaseRunner):
         handover, after = self._upstream(launch)
         rows, queries = handover.tokens.shape
         shape = self._shape(self.mode_behind(batch.mode), rows, queries, batch.max_length)
+        inputs = inputs._replace(masks=None)
         return self._launch(batch, shape, inputs, write_done, upstream=handover, after=after)
 
     def _call(self, key: ProgramKey, operand: Any, inputs: HostInputs, private: Private, upstream: Any) -> DraftOutputs:
@@ -156,8 +158,8 @@ class LayerDraftRunner(DraftRunner):
     make_program = staticmethod(make_layer_draft_program)
 
     @staticmethod
-    def make_relay(task: DraftTask, num_features: int, features_dtype: Any) -> Callable[[int], LayerRelay]:
-        def made(num_rows: int) -> LayerRelay:
+    def make_relay(task: DraftTask, num_features: int, features_dtype: Any) -> Callable[[int, int], LayerRelay]:
+        def made(num_rows: int, vocab_size: int) -> LayerRelay:
             drafts = jnp.zeros((num_rows, task.num_drafts), jnp.int32)
             tail = jnp.zeros((num_rows, task.layer, num_features), features_dtype) if task.layer else None
             return LayerRelay(drafts, tail)

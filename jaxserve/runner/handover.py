@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxserve.attention.base import StepRows, StepShape
 from jaxserve.models.draft import FINAL
+from jaxserve.runner.logit_controls import counted
 
 
 class Relay(NamedTuple):
@@ -17,10 +18,12 @@ class Relay(NamedTuple):
 
     Attributes:
         tokens: int32[slots + 1], the newest token, which has no KV yet.
+        token_counts: int32[slots + 1, V], which tokens a sequence holds, see ``runner.logit_controls``.
         lengths: int32[slots + 1], tokens with KV; None where the host knows lengths ahead.
     """
 
     tokens: jax.Array
+    token_counts: jax.Array
     lengths: jax.Array | None = None
 
 
@@ -68,13 +71,17 @@ def tokens_behind(chunk: jax.Array, count: jax.Array, following: jax.Array, samp
     return jnp.where(places == count - 1, last, jnp.roll(chunk, -1, axis=1))
 
 
-def relay_after(relay: Relay, slots: jax.Array, newest: jax.Array, handover: Handover | None) -> Relay:
-    """The relay with the newest token int32[B] of ``slots`` int32[B], and their lengths, where it keeps them."""
+def relay_after(
+    relay: Relay, slots: jax.Array, newest: jax.Array, emitted: jax.Array, is_emitted: jax.Array | None,
+    handover: Handover | None,
+) -> Relay:  # fmt: skip
+    """The relay with the newest token int32[B] of ``slots`` int32[B], all they emit (see ``counted``), and their
+    lengths, where it keeps them."""
     lengths = relay.lengths
     if lengths is not None:
         assert handover is not None
         lengths = lengths.at[slots].set(handover.lengths + handover.counts)
-    return Relay(relay.tokens.at[slots].set(newest), lengths)
+    return Relay(relay.tokens.at[slots].set(newest), counted(relay.token_counts, slots, emitted, is_emitted), lengths)
 
 
 def observed_call(

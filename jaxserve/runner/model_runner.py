@@ -23,14 +23,14 @@ from jaxserve.runner.handover import Relay
 log = logging.getLogger(__name__)
 
 
-def plain_relay(num_rows: int) -> Relay:
+def plain_relay(num_rows: int, vocab_size: int) -> Relay:
     """The relay of a target model whose lengths the host knows."""
-    return Relay(jnp.zeros(num_rows, jnp.int32))
+    return Relay(jnp.zeros(num_rows, jnp.int32), jnp.zeros((num_rows, vocab_size), jnp.int32))
 
 
-def relay_with_lengths(num_rows: int) -> Relay:
+def relay_with_lengths(num_rows: int, vocab_size: int) -> Relay:
     """The relay of a target model whose drafts never pass the host."""
-    return Relay(jnp.zeros(num_rows, jnp.int32), jnp.zeros(num_rows, jnp.int32))
+    return plain_relay(num_rows, vocab_size)._replace(lengths=jnp.zeros(num_rows, jnp.int32))
 
 
 class ModelRunner:
@@ -48,7 +48,7 @@ class ModelRunner:
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, rows: SharedRows, kv: KVLayout,
                  config: EngineConfig, platform: str, name: str = "target",
-                 make_relay: Callable[[int], Any] = plain_relay):  # fmt: skip
+                 make_relay: Callable[[int, int], Any] = plain_relay):  # fmt: skip
         self.model = model
         self.backend = backend
         self.rows = rows
@@ -67,7 +67,7 @@ class ModelRunner:
     def _allocate_device_state(self) -> None:
         pass_fault("allocate", "KV pool")
         self.pool = PagedKV(jnp.zeros(self.kv.shape, self.kv.dtype))
-        self.relay = self._make_relay(self.rows.layout.num_slots + 1)
+        self.relay = self._make_relay(self.rows.layout.num_slots + 1, self.model.config.vocab_size)
 
     def take_shared_read_done_event(self) -> Event | None:
         """Reads the mailbox and clears it, so that no later barrier can meet an old event."""

@@ -14,7 +14,10 @@ from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS, RowLayout
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.sampling_params import MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS
+from jaxserve.core.shapes import ceil_div
 from jaxserve.runner.handover import Handover, Relay
+from jaxserve.runner.logit_controls import MASK_BITS, TokenMasks
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
 
 STEP_DONATES = (1, 2)  # pool and relay
@@ -53,10 +56,13 @@ def _private_arguments(key: ProgramKey) -> tuple | None:
 def _rows(batch: int, width: int, num_drafts: int) -> StepRows:
     drafts = [_ints(batch, num_drafts)] * 2 if num_drafts else []
     floats: Any = jax.ShapeDtypeStruct((batch, NUM_SAMPLING_FLOATS), jnp.float32)
-    return StepRows(_ints(batch), _ints(batch, width), _ints(batch), floats, _ints(batch, NUM_SAMPLING_INTS), *drafts)
+    values: Any = jax.ShapeDtypeStruct((batch, MAX_LOGIT_BIAS), jnp.float32)
+    bias = _ints(batch, MAX_LOGIT_BIAS + MAX_HELD_STOP_IDS), values
+    ints = _ints(batch, NUM_SAMPLING_INTS)
+    return StepRows(_ints(batch), _ints(batch, width), _ints(batch), floats, ints, *bias, *drafts)
 
 
-def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout) -> tuple:
+def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout, vocab_size: int) -> tuple:
     """(leaves, pool, relay, ticket, tables, inputs, private, drafted) of a step program; see ``make_step_program``.
 
     Args:
@@ -64,11 +70,20 @@ def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv
     """
     rows = layout.num_slots + 1
     ticket, tables, inputs = _common_arguments(key, layout)
-    relay = Relay(_ints(rows), _ints(rows) if key.hands_over else None)
+    if key.takes_masks:
+        inputs = inputs._replace(masks=_mask_arguments(key, vocab_size))
+    relay = Relay(_ints(rows), _ints(rows, vocab_size), _ints(rows) if key.hands_over else None)
     is_relayed = key.drafts is not None and key.drafts.is_relayed
     width = (key.shape.queries - 1) * (2 if key.drafts is not None and key.drafts.is_tree else 1)
     drafted = _ints(rows, width) if is_relayed else None
     return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(key), drafted
+
+
+def _mask_arguments(key: ProgramKey, vocab_size: int) -> TokenMasks:
+    batch, queries = key.shape.batch, 1 if key.shape.mode is ForwardMode.EXTEND else key.shape.queries
+    words: Any = jax.ShapeDtypeStruct((batch * queries, ceil_div(vocab_size, MASK_BITS)), jnp.uint32)
+    undrafted: Any = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    return TokenMasks(words, _ints(), undrafted)
 
 
 def handover_arguments(key: ProgramKey, features: int, dtype: Any, hands_rows: bool) -> Handover:

@@ -3,7 +3,7 @@
 rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
 tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the drafts (verify)
 layers     the model's own code; its attention calls come back to the backend
-sampled    logits, sampler; in verify, acceptance; the newest token into the relay
+sampled    logits, what requests do to them, sampler; in verify, acceptance; what is emitted into the relay
 KV write   every layer's new keys and values, after the last read of the pool; in verify, those of accepted tokens only
 end        the end record: the full-execution fence
 """
@@ -33,6 +33,7 @@ from jaxserve.barrier import ops
 from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.core.sampling_params import MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS
 from jaxserve.runner.handover import (
     Handover,
     Relay,
@@ -41,6 +42,7 @@ from jaxserve.runner.handover import (
     relay_after,
     tokens_behind,
 )
+from jaxserve.runner.logit_controls import Controls, TokenMasks
 from jaxserve.runner.sampler import Sampled, sample
 from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geometry
 
@@ -103,6 +105,7 @@ class ProgramKey:
     hold_points: bool = False
     noted: bool = False  # whether the program tells the race check of reads that no handler of ours sees
     drafts: DraftForm | None = None  # of TARGET_VERIFY
+    takes_masks: bool = False  # whether launches bring token masks
     hands_over: bool = False  # whether a draft model goes on from what the program computed
     hands_rows: bool = False  # whether it is handed the private rows, too
     feature_points: tuple[int, ...] = ()  # where it observes the model, see ``models.draft``
@@ -130,6 +133,8 @@ class HostInputs(NamedTuple):
         num_tokens: int32[], valid tokens of an EXTEND chunk.
         relay_slots: int32[B], where the sampled tokens go in the relay: the null slot when nobody needs them.
         next_token: int32[], of an EXTEND chunk that is not a prompt's last: the token behind it; else -1.
+        masks: ids that may be chosen behind each of the B * Q tokens (EXTEND: behind its last); None in programs that
+            take none.
     """
 
     row_ids: jax.Array
@@ -137,6 +142,7 @@ class HostInputs(NamedTuple):
     num_tokens: jax.Array
     relay_slots: jax.Array
     next_token: jax.Array
+    masks: TokenMasks | None = None
 
 
 class StepOutputs(NamedTuple):
@@ -165,6 +171,7 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
     shape = key.shape
     from_shared = row_ids is tables[0]
     widths = [shape.table_width, 1, NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS]
+    widths += [MAX_LOGIT_BIAS + MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS]
     widths += [key.early_drafts] * 2 if key.early_drafts else []
     columns = tables[1 : 1 + len(widths)]
     if key.source is RowSource.SNAPSHOT:
@@ -181,8 +188,8 @@ def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_i
             if from_shared:
                 noted += ops.note_reads(ticket, jnp.zeros(1, jnp.int32), tables[:1], [shape.batch], _HERE, slots)
             slots, copies = slots + noted, [copy + noted.astype(copy.dtype) for copy in copies]
-    block_tables, lengths, floats, ints, *drafts = copies
-    return StepRows(slots, block_tables, lengths[:, 0], floats, ints, *drafts)
+    block_tables, lengths, *others = copies
+    return StepRows(slots, block_tables, lengths[:, 0], *others)
 
 
 def read_drafts(
@@ -289,6 +296,7 @@ def make_step_program(
         live_lengths = tables[2] if lengths is None else lengths[:, None]
         live = LiveRows(rows.slots, tables[1], live_lengths, ffi=key.end_record, used=set() if key.noted else None)
         tree = None
+        seen = jnp.broadcast_to(jnp.tri(shape.queries, dtype=bool), (shape.batch, shape.queries, shape.queries))
         positions = metadata.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)
         if mode is ForwardMode.EXTEND:
             tokens = inputs.tokens
@@ -297,6 +305,8 @@ def make_step_program(
         if is_relayed:
             assert drafted is not None
             draft_tokens, parents = relayed_drafts(key, drafted[rows.slots])
+            if inputs.masks is not None:
+                parents = jnp.where(inputs.masks.undrafted[:, None], -1, parents)
         elif key.drafts is not None:
             draft_tokens, parents = read_drafts(key, ticket, rows, tables, metadata.lengths, "drafts.before_reads")
         if key.drafts is not None:
@@ -327,10 +337,14 @@ def make_step_program(
             sampled_positions = (positions + 1).reshape(-1)
             floats = jnp.repeat(rows.sampling_floats, shape.queries, axis=0)
             ints = jnp.repeat(rows.sampling_ints, shape.queries, axis=0)
-        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids)
+        controls = Controls(
+            rows.sampling_floats, rows.sampling_ints, rows.bias_ids, rows.bias_values, sampled_positions,
+            relay.token_counts, rows.slots, (tokens, seen) if key.drafts is not None else None, inputs.masks,
+        )  # fmt: skip
+        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids, controls)
         last_read = sampled.tokens[0]
 
-        newest, write_pages, counts = sampled.tokens, metadata.write_pages, None
+        newest, write_pages, counts, is_accepted = sampled.tokens, metadata.write_pages, None, None
         if key.drafts is not None:
             target = sampled.tokens.reshape(shape.batch, shape.queries)
             if not is_relayed:
@@ -343,17 +357,17 @@ def make_step_program(
             write_pages = jnp.where(is_accepted, write_pages, 0)
             features = None if features is None else along_path(features, path)
         relay_slots = inputs.relay_slots if mode is ForwardMode.EXTEND else rows.slots
+        every_token = sampled.tokens.reshape(shape.batch, -1)
         handover = None
         if key.hands_over:
             if counts is None:
                 behind = tokens_behind(inputs.tokens, inputs.num_tokens, inputs.next_token, newest[0])
                 handover = Handover(tokens[:, 0], behind, inputs.num_tokens[None], metadata.lengths, features)
             else:
-                emitted_tokens = sampled.tokens.reshape(shape.batch, shape.queries)
-                handover = Handover(tokens[:, 0], emitted_tokens, counts, metadata.lengths, features)
+                handover = Handover(tokens[:, 0], every_token, counts, metadata.lengths, features)
             if key.hands_rows:
                 handover = handover._replace(rows=rows._replace(draft_tokens=None, draft_parents=None))
-        relay = relay_after(relay, relay_slots, newest, handover)
+        relay = relay_after(relay, relay_slots, newest, every_token, is_accepted, handover)
         pool = pool.write(keys, values, write_pages, metadata.write_offsets, after=last_read)
         results = jax.tree.leaves((pool, relay, sampled, counts, handover))
         end = jnp.zeros(1, jnp.uint32)

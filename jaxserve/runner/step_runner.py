@@ -10,10 +10,12 @@ import numpy as np
 
 from jaxserve.attention.base import StepShape
 from jaxserve.core.forward_mode import ForwardMode
-from jaxserve.core.shapes import bucket_for
+from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.buckets import Buckets
+from jaxserve.runner.count_seeds import CountSeeds
 from jaxserve.runner.launch import Launch
+from jaxserve.runner.logit_controls import FREE, MASK_BITS, TokenMasks
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.phase_runner import PhaseRunner, Private
 from jaxserve.runner.program_arguments import (
@@ -71,11 +73,14 @@ class StepRunner(PhaseRunner):
         self.on_late_compile = on_late_compile
         self.draft_source: DraftSource | None = None
         self._feature_points = feature_points
-        windows = runner.model.config.attention_windows
+        windows, vocab_size = runner.model.config.attention_windows, runner.model.config.vocab_size
+        self._count_seeds = CountSeeds(runner.rows.layout.num_slots + 1, vocab_size, on_late_compile)
+        self._mask_words = ceil_div(vocab_size, MASK_BITS)
+        self._free_masks: dict[tuple[int, int], TokenMasks] = {}  # (rows, queries); nothing is sent when all are free
         self.steps = ProgramCache(
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
-            lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv),
+            lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv, vocab_size),
             names=STEP_ARGUMENTS,
             donate=STEP_DONATES,
             late=on_late_compile,
@@ -95,12 +100,18 @@ class StepRunner(PhaseRunner):
             shape, source, end_record=self.runner.has_marker, hold_points=config.hold_points, noted=config.race_check,
             drafts=self.drafts if shape.mode is ForwardMode.TARGET_VERIFY else None,
             hands_over=self.drafts.is_relayed, hands_rows=self.drafts.hands_rows, feature_points=self._feature_points,
+            takes_masks=config.grammar_backend is not None,
         )  # fmt: skip
 
     def sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
         sizes = self.buckets.all_sizes()
         # Where every step verifies, no program decodes.
         return [size for size in sizes if not (self.drafts.is_relayed and size[0] is ForwardMode.DECODE)]
+
+    def warm_up(self, progress: Callable[[str, float], None]) -> None:
+        super().warm_up(progress)
+        self._count_seeds.compile()
+        self._count_seeds.warm = True
 
     def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
         """Launches a step and publishes its read-done event, if it has one. Returns without waiting for results.
@@ -120,6 +131,10 @@ class StepRunner(PhaseRunner):
         self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int, wants_logprobs: bool
     ) -> Launch:
         """As ``execute``, with the program shape and host inputs that ``inputs`` made of the batch."""
+        if batch.history is not None:
+            relay = self.runner.relay
+            counts = self._count_seeds.counted_anew(relay.token_counts, int(batch.slots[0]), batch.history)
+            self.runner.relay = relay._replace(token_counts=counts)
         drafted: jax.Array | None = None
         after: tuple[int, ...] = ()
         if self.draft_source is not None and batch.mode is ForwardMode.TARGET_VERIFY:
@@ -141,7 +156,7 @@ class StepRunner(PhaseRunner):
 
     def _call_prep(self, key: ProgramKey, operand: Any, inputs: HostInputs, upstream: Any) -> Private:
         lengths = self.runner.relay.lengths if key.drafts is not None and key.drafts.is_relayed else None
-        return self.preps.call(key, operand, self.runner.rows.arrays(), inputs, lengths)
+        return self.preps.call(key, operand, self.runner.rows.arrays(), inputs._replace(masks=None), lengths)
 
     def _keep(self, outputs: StepOutputs) -> jax.Array:
         self.runner.pool, self.runner.relay = outputs.pool, outputs.relay
@@ -158,8 +173,8 @@ class StepRunner(PhaseRunner):
             tokens = np.zeros((1, queries), np.int32)
             tokens[0, :count] = batch.tokens[0]
             relay_slots = batch.slots if batch.samples else np.array([null], np.int32)
-            following = np.int32(batch.next_token)
-            return shape, HostInputs(batch.slots, tokens, np.int32(count), relay_slots, following)  # type: ignore[arg-type]
+            numbers = np.int32(count), relay_slots, np.int32(batch.next_token)
+            return shape, HostInputs(batch.slots, tokens, *numbers, self._masks(batch, 1, 1))  # type: ignore[arg-type]
         rows = bucket_for(len(batch.owners), self.buckets.decode_batch)
         queries = 1
         if batch.mode is ForwardMode.TARGET_VERIFY:
@@ -168,4 +183,22 @@ class StepRunner(PhaseRunner):
         slots = np.full(rows, null, np.int32)
         slots[: len(batch.slots)] = batch.slots
         tokens = np.zeros((rows, 1), np.int32)
-        return shape, HostInputs(slots, tokens, np.int32(queries), slots, np.int32(-1))  # type: ignore[arg-type]
+        masks = self._masks(batch, rows, queries)
+        return shape, HostInputs(slots, tokens, np.int32(queries), slots, np.int32(-1), masks)  # type: ignore[arg-type]
+
+    def _masks(self, batch: StepBatch, rows: int, queries: int) -> TokenMasks | None:
+        """The masks of a launch, padded to its bucket."""
+        if self.runner.config.grammar_backend is None:
+            return None
+        if batch.masks is None:
+            key = rows, queries
+            if key not in self._free_masks:
+                words = np.full((rows * queries, self._mask_words), FREE, np.uint32)
+                self._free_masks[key] = TokenMasks(*jax.device_put((words, np.int32(0), np.zeros(rows, bool))))
+            return self._free_masks[key]
+        padded = np.full((rows, queries, self._mask_words), FREE, np.uint32)
+        padded[: batch.masks.shape[0], : batch.masks.shape[1]] = batch.masks
+        undrafted = np.zeros(rows, bool)
+        if batch.undrafted is not None:
+            undrafted[: len(batch.undrafted)] = batch.undrafted
+        return TokenMasks(padded.reshape(rows * queries, -1), np.int32(1), undrafted)  # type: ignore[arg-type]

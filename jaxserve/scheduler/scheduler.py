@@ -19,11 +19,13 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import FinishReason, TokenLogprob
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.core.shapes import ceil_div
-from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.batch import History, StepBatch
 from jaxserve.runner.launch import Launch, StepResult
-from jaxserve.runner.sampling_rows import sampling_row
+from jaxserve.runner.logit_controls import MASK_BITS
+from jaxserve.runner.sampling_rows import bias_row, sampling_row
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.token_masks import advance, masks_of
 from jaxserve.scheduler.war_barrier import WarBarrier
 from jaxserve.speculative.figures import VerifiedRow
 from jaxserve.speculative.speculation import Speculation
@@ -59,7 +61,8 @@ class Scheduler:
     """Waiting and running sequences, their pages and slots, and the barrier that guards the rows it writes."""
 
     def __init__(self, worker: TargetWorker, rows: SharedRows, pool: PagePool, barrier: WarBarrier, *,
-                 chunk_size: int, vocab_size: int, speculation: Speculation | None = None):  # fmt: skip
+                 chunk_size: int, vocab_size: int, eos_token_ids: tuple[int, ...] = (),
+                 speculation: Speculation | None = None):  # fmt: skip
         self.speculation = speculation
         self.worker = worker
         self.rows = rows
@@ -67,6 +70,8 @@ class Scheduler:
         self.barrier = barrier
         self.chunk_size = chunk_size
         self.vocab_size = vocab_size
+        self._mask_words = ceil_div(vocab_size, MASK_BITS)
+        self.eos_token_ids = eos_token_ids
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.free_slots = list(range(rows.layout.num_slots - 1, -1, -1))
@@ -143,9 +148,12 @@ class Scheduler:
             sequence.prefill_len = len(sequence.token_ids)
             self.running.append(sequence)
             self.rows.set_pages(sequence.slot, 0, pages)
-            self.rows.set_sampling(
-                sequence.slot, *sampling_row(sequence.request.params, sequence.seed, self.vocab_size)
-            )
+            params = sequence.request.params
+            sequence.is_counted = not params.has_penalties
+            row = sampling_row(params, sequence.seed, self.vocab_size, sequence.prompt_len)
+            self.rows.set_sampling(sequence.slot, *row)
+            if (bias := bias_row(params, self.eos_token_ids)) is not None:
+                self.rows.set_bias(sequence.slot, *bias)
 
     def _plan_prefill(self, sequence: Sequence) -> StepBatch[Sequence]:
         start = sequence.num_scheduled
@@ -157,14 +165,24 @@ class Scheduler:
         last = not sequence.prefilling
         sequence.num_in_flight += last
         self._decode_next = True
+        history = None
+        if not sequence.is_counted:
+            history = History(np.array(sequence.token_ids, np.int32), sequence.prompt_len)
+            sequence.is_counted = True
         return StepBatch(
             self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
-            tokens=np.array([chunk], np.int32), samples=last,
-            next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
+            tokens=np.array([chunk], np.int32), history=history, masks=self._masks([sequence]) if last else None,
+            samples=last, next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
         )  # fmt: skip
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
-        """A decode or a verify step; None while it depends on tokens that are in flight."""
+        """A decode or a verify step; None while it depends on tokens that are in flight.
+
+        What a constrained sequence may say follows from its last token. The others wait with it: apart they would not
+        be faster, a step takes as long with a row less, and it would be half as fast.
+        """
+        if any(s.constraint is not None and s.num_in_flight for s in sequences):
+            return None
         if self.speculation is None:
             return self._plan_decode(sequences)
         if self.speculation.is_relayed:
@@ -210,6 +228,7 @@ class Scheduler:
         return StepBatch(
             self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), slots, longest,
             queries=queries, num_drafted=num_drafted,
+            masks=masks_of(ready, self._mask_words, list(zip(tokens, parents, strict=True)), queries),
         )  # fmt: skip
 
     def _plan_relayed(self, sequences: list[Sequence], queries: int) -> StepBatch[Sequence] | None:
@@ -226,7 +245,8 @@ class Scheduler:
         return StepBatch(
             self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), np.array([s.slot for s in ready], np.int32),
             max(min(s.num_scheduled, s.max_total) for s in ready), queries=queries,
-            num_drafted=len(ready) * (queries - 1),
+            num_drafted=len(ready) * (queries - 1), masks=self._masks(ready),
+            undrafted=np.array([s.constraint is not None for s in ready]),  # no mask fits drafts nobody here knows
         )  # fmt: skip
 
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
@@ -242,8 +262,12 @@ class Scheduler:
             sequence.num_scheduled += 1
             sequence.num_in_flight += 1
         return StepBatch(
-            self._next_step(), ForwardMode.DECODE, tuple(ready), slots, max(s.num_scheduled for s in ready)
-        )
+            self._next_step(), ForwardMode.DECODE, tuple(ready), slots, max(s.num_scheduled for s in ready),
+            masks=self._masks(ready),
+        )  # fmt: skip
+
+    def _masks(self, sequences: list[Sequence]) -> np.ndarray | None:
+        return masks_of(sequences, self._mask_words)
 
     def _next_step(self) -> int:
         self.step_number += 1
@@ -329,6 +353,8 @@ class Scheduler:
                 sequence.num_scheduled += count
             before = len(sequence.token_ids)
             sequence.token_ids += result.tokens[row, :count].tolist()
+            if sequence.constraint is not None:
+                advance(sequence.constraint, sequence.token_ids[before:])
             verified = None
             if self.speculation is not None:
                 verified = self.speculation.committed(sequence, count, num_relayed)

@@ -23,6 +23,7 @@ from jaxserve.server.logprobs_wire import chat_logprobs
 from jaxserve.server.model_names import check_model, served_name
 from jaxserve.server.prompts import encode_messages
 from jaxserve.server.sse import DONE, SSEResponse, frame
+from jaxserve.server.structure_wire import compile_grammar
 
 router = APIRouter()
 
@@ -35,6 +36,7 @@ async def chat_completions(request: Request) -> Response:
     body = await read_request(request, ChatCompletionRequest)
     check_model(engine, body.model)
     params = body.params()
+    await compile_grammar(engine, params)
     prompt = await encode_messages(engine, body.messages, body.add_generation_prompt is not False)
     head: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

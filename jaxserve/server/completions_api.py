@@ -23,6 +23,7 @@ from jaxserve.server.logprobs_wire import CompletionLogprobs
 from jaxserve.server.model_names import check_model, served_name
 from jaxserve.server.prompts import encode_prompts
 from jaxserve.server.sse import DONE, SSEResponse, frame
+from jaxserve.server.structure_wire import compile_grammar
 
 router = APIRouter()
 
@@ -35,6 +36,7 @@ async def completions(request: Request) -> Response:
     body = await read_request(request, CompletionRequest)
     check_model(engine, body.model)
     params = body.params()
+    await compile_grammar(engine, params)
     prompts = await encode_prompts(engine, body.prompt, body.add_special_tokens is not False)
     head: dict[str, Any] = {
         "id": f"cmpl-{uuid.uuid4().hex}",

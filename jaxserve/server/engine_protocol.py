@@ -52,6 +52,8 @@ class EngineLike(Protocol):
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None
     ) -> list[int]: ...
 
+    def check_controls(self, params: SamplingParams) -> None: ...  # slow for a grammar that is new
+
     def generate(
         self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[OutputDelta]: ...

@@ -15,6 +15,7 @@ from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.request import CompletionOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts
+from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.server.body import parse_fields, read_request
 from jaxserve.server.completion_wire import check_prompts
 from jaxserve.server.disconnect import until_disconnect
@@ -24,10 +25,12 @@ from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.prompts import encode_prompts
 from jaxserve.server.sse import DONE, SSEResponse, frame
+from jaxserve.server.structure_wire import compile_grammar
 from jaxserve.server.wire import WireModel
 
 router = APIRouter()
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
 class GenerateRequest(WireModel):
@@ -63,21 +66,29 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
     Raises:
         InvalidRequest: an unknown or unsupported field, or a value out of range.
     """
-    renamed = {"max_new_tokens": "max_tokens", "no_stop_trim": "include_stop_str_in_output"}
+    renamed = {
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        "no_stop_trim": "include_stop_str_in_output",
+    }
     for theirs in ("model", "stream", "stream_options", *renamed.values()):
         if theirs in fields:
             message = f"unknown field {theirs!r} in sampling_params"
             raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
-    for name, neutral in (("min_new_tokens", 0), ("regex", None), ("json_schema", None), ("ebnf", None)):
-        if fields.get(name) not in (None, neutral):
-            message = f"{name} is not supported; leave it out"
-            raise InvalidRequest(message, param=f"sampling_params.{name}", code="unsupported_field")
-    dropped = ("min_new_tokens", "regex", "json_schema", "ebnf")
-    ours = {renamed.get(name, name): value for name, value in fields.items() if name not in dropped}
+    given = [name for name in FORMS if fields.get(name) is not None]
+    if len(given) > 1:
+        message = f"{given[0]} and {given[1]} both say what the output must look like; send one of them"
+        raise InvalidRequest(message, param=f"sampling_params.{given[1]}", code="invalid_value")
+    ours = {renamed.get(name, name): value for name, value in fields.items() if name not in FORMS}
+    if given:
+        form = {FORMS[given[0]]: fields[given[0]]}
+        ours["structured_outputs"] = StructuredOutputs.of(form, param=f"sampling_params.{given[0]}")
     try:
         request = parse_fields(GenerationRequest, ours)
         return request.sampling_params(max_tokens=request.max_tokens)
     except InvalidRequest as error:
+        if given and error.param == f"sampling_params.{given[0]}":
+            raise
         theirs = next((sg for sg, own in renamed.items() if own == error.param), error.param or "")
         message = error.message.replace(error.param or theirs, theirs, 1)
         raise InvalidRequest(message, param=f"sampling_params.{theirs}", code=error.code) from None
@@ -105,6 +116,7 @@ async def generate(request: Request) -> Response:
         raise InvalidRequest("send either text or input_ids", param="text", code="invalid_value")
     given = body.text if body.text is not None else body.input_ids
     params = sglang_params(body.sampling_params or {})
+    await compile_grammar(engine, params)
     prompts = await encode_prompts(engine, check_prompts(given))
     single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
     response_id = uuid.uuid4().hex

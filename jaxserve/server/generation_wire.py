@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
+from pydantic.config import JsonDict
 
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.server.structure_wire import GUIDED, structured_outputs
 from jaxserve.server.wire import HARMLESS, UNSUPPORTED, WireModel
 
 # fields that go to SamplingParams under the same name
@@ -22,9 +24,17 @@ _SAMPLING = (
     "stop",
     "stop_token_ids",
     "ignore_eos",
+    "min_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
+
+_FORMS = ("response_format", "structured_outputs", *GUIDED)
+_OBJECT: JsonDict = {"type": ["object", "null"]}
 
 
 class StreamOptions(WireModel):
@@ -53,6 +63,17 @@ class GenerationRequest(WireModel):
     stop: Any = Field(None, json_schema_extra={"type": ["string", "array", "null"], "items": {"type": "string"}})
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: Any = Field(None, json_schema_extra=_OBJECT)
+    structured_outputs: Any = Field(None, json_schema_extra=_OBJECT)
+    guided_json: Any = Field(None, json_schema_extra={"type": ["object", "string", "null"]})
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -89,4 +110,5 @@ class GenerationRequest(WireModel):
             message = f"best_of other than n is not supported; leave it out, got best_of={self.best_of} with n={n}"
             raise InvalidRequest(message, param="best_of", code="unsupported_field")
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in _FORMS})
         return SamplingParams(**(given | more))

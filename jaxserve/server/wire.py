@@ -1,7 +1,7 @@
 """What every request body has in common: strict types, no unknown fields, nothing ignored that would change the output.
 
 A field of the OpenAI, vLLM or SGLang API that is not supported is refused by name unless its value asks for nothing
-(``presence_penalty: 0``). Fields that only label a request (``user``) are accepted and have no effect.
+(``length_penalty: 1``). Fields that only label a request (``user``) are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -23,31 +23,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),  # without functions these two ask for nothing
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "mm_processor_kwargs": ({},),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -95,7 +84,7 @@ class WireModel(BaseModel):
             if name in cls.model_fields:
                 kept[name] = value
             elif name in cls.unsupported:
-                # `True == 1` must not let `repetition_penalty: true` pass for 1
+                # `True == 1` must not let `length_penalty: true` pass for 1
                 asks_nothing = value is None or any(
                     value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
                     for neutral in cls.unsupported[name]

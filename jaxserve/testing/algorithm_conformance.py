@@ -39,6 +39,14 @@ from jaxserve.testing.poison import Poison, known_future
 NUM_DRAFT_TOKENS = 6
 CONTEXT, SLOTS = 128, 3
 STALL_US = 6000  # of acceptance: long enough for the schedule stream to wake and write on a busy machine
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "controlled": {
+        "temperature": 0.0, "frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.2,
+        "logit_bias": {3: 2.0, 5: -4.0}, "min_tokens": 1,
+    },
+}  # fmt: skip
 ACCEPTANCE_POINT = "drafts.before_acceptance"
 
 
@@ -187,7 +195,7 @@ class _Suite:
                 how = {"page_size": page_size, "disable_overlap_schedule": disable_overlap, **self._speculative}
                 found = self._serve(how, plain)
                 text = f"page size {page_size}, overlap {'off' if disable_overlap else 'on'}"
-                for kind, got, want in zip(("greedy", "sampled"), found, plain, strict=True):
+                for kind, got, want in zip(KINDS, found, plain, strict=True):
                     wrong = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b]
                     if wrong:
                         self._wrong(f"{kind} output differs from plain decoding in requests {wrong} ({text})")
@@ -204,7 +212,7 @@ class _Suite:
                 Poison(engine, lambda token_ids: known_future(known, token_ids))
                 points.delay(ACCEPTANCE_POINT, STALL_US)
                 self._watch_mailbox(engine)
-            outputs = [_run(engine, kind) for kind in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5})]
+            outputs = [_run(engine, name, params) for name, params in KINDS.items()]
             if engine.scheduler.speculation is not None:
                 self.report.num_drafted += engine.scheduler.speculation.figures.num_drafted
                 self.report.num_accepted += engine.scheduler.speculation.figures.num_accepted
@@ -239,11 +247,11 @@ def _workload() -> list[tuple[list[int], int]]:
     return list(zip(prompts, (18, 30, 1, 25, 40), strict=True))
 
 
-def _run(engine: Engine, kind: dict[str, Any]) -> list[list[int]]:
-    names = [f"{kind['temperature']}-{i}" for i in range(len(_workload()))]
+def _run(engine: Engine, kind: str, params: dict[str, Any]) -> list[list[int]]:
+    names = [f"{kind}-{i}" for i in range(len(_workload()))]
     outputs: dict[str, list[int]] = {name: [] for name in names}
     for name, (prompt, length) in zip(names, _workload(), strict=True):
-        engine.add(Request(name, tuple(prompt), SamplingParams(max_tokens=length, ignore_eos=True, **kind)))
+        engine.add(Request(name, tuple(prompt), SamplingParams(max_tokens=length, ignore_eos=True, **params)))
     for request_id, tokens in _deltas(engine):
         outputs[request_id] += tokens
     engine.scheduler.check_integrity()

@@ -35,6 +35,7 @@ from jaxserve.speculative.registry import find_algorithm, make_algorithm, settle
 from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
+from jaxserve.testing.step_programs import donated_parameters
 from jaxserve.testing.thunk_sequence import GraphUse, graph_use, read_thunks
 
 TARGETS = ("cpu", "h100")
@@ -53,6 +54,12 @@ class Program:
     def name(self) -> str:
         """``step decode[batch=8,tokens=1,width=16]``."""
         return f"{self.cache.kind} {self.key.label}"
+
+
+def _donated(program: Program, num_leaves: int) -> dict[str, int]:
+    if program.runner.kind == "draft":
+        return {"pool": num_leaves, "drafts": num_leaves + 1}
+    return donated_parameters(num_leaves, has_lengths=program.key.hands_over)
 
 
 def _encode(text: str) -> list[int]:
@@ -146,8 +153,6 @@ class ConfigurationPrograms:
     def report(self, program: Program) -> ProgramReport:
         """Compiles a program and examines it."""
         is_prep = program.cache is program.runner.preps
-        draft = program.runner.kind == "draft"
-        held = "drafts" if draft else "relay"
         num_leaves = len(program.runner.runner.model.leaves)
         start = time.monotonic()
         text, graphs = self._compile(program)
@@ -156,7 +161,7 @@ class ConfigurationPrograms:
             text,
             fence_of(program.key.source, program.ends, is_prep=is_prep, has_marker=self._has_marker),
             program.ends,
-            donated={} if is_prep else {"pool": num_leaves, held: num_leaves + 1},
+            donated={} if is_prep else _donated(program, num_leaves),
             pool_shape=None if is_prep else program.runner.runner.kv.shape,
             drafts=program.key.drafts,
             seconds=time.monotonic() - start,

@@ -29,6 +29,7 @@ from jaxserve.testing.conformance_attention import check_attention
 from jaxserve.testing.conformance_report import FENCES, ConformanceError, ConformanceReport, Violation
 from jaxserve.testing.conformance_rig import MODES, Outcome, Rig, differ
 from jaxserve.testing.program_report import SNAPSHOT, TABLES, ReadViolation, examine, fence_of, late_reads
+from jaxserve.testing.step_programs import donated_parameters
 
 PAGE_SIZES = (1, 4, 16)
 STALL_MS = 2.0
@@ -206,7 +207,7 @@ class _Suite:
         _, arguments = rig.steps.steps.traceable(key)
         jitted = jax.jit(step, donate_argnums=STEP_DONATES, keep_unused=True)
         text = jitted.lower(*arguments).compile().as_text() or ""
-        return text, {"pool": len(model.leaves), "relay": len(model.leaves) + 1}
+        return text, donated_parameters(len(model.leaves))
 
     def _check_delegation(self, mode: ForwardMode, ends: SharedReadEnds, served: dict[str, AttentionBackend]) -> None:
         for attribute, child in served.items():

@@ -106,8 +106,8 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
 
     def program(data, q, k, v, slots, pages, lengths, tables, table_lengths, num_tokens):
         num_tokens = num_tokens if case.num_tokens is not None else None
-        sampling = jnp.zeros((batch, 4), jnp.float32), jnp.zeros((batch, 4), jnp.int32)
-        metadata = backend.prep(StepRows(slots, pages, lengths, *sampling), shape, num_tokens)
+        floats, ints = jnp.zeros((batch, 8), jnp.float32), jnp.zeros((batch, 8), jnp.int32)
+        metadata = backend.prep(StepRows(slots, pages, lengths, floats, ints, ints, floats), shape, num_tokens)
         live = LiveRows(slots, tables, table_lengths, ffi=True)
         tree = None
         if case.parents:

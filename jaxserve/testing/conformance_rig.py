@@ -42,7 +42,7 @@ from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.handover import Relay
 from jaxserve.runner.launch import Launch
 from jaxserve.runner.model_runner import ModelRunner
-from jaxserve.runner.sampling_rows import WANTS_LOGPROBS
+from jaxserve.runner.sampling_rows import CONTROLS, WANTS_LOGPROBS
 from jaxserve.runner.step_program import DraftForm
 from jaxserve.runner.step_runner import StepRunner
 
@@ -152,6 +152,7 @@ class Rig:
         self._pool = self._random.standard_normal(self.kv.shape).astype(np.float32)
         self._pool[:, :, :, -1] *= 4.0  # the page that poisoned block tables name
         self._pool[:, :, :, 0] = 0.0
+        self._token_counts = self._random.integers(0, 3, self.runner.relay.token_counts.shape).astype(np.int32)
         self._drafts_settled = False
 
     def _settle_drafts(self) -> None:
@@ -175,14 +176,19 @@ class Rig:
         batch = np.full((1, SLOTS), null)
         batch[0, : len(LIVE_SLOTS)] = LIVE_SLOTS
         lengths = np.array([[9], [26], [17], [30], [0]])
-        floats = np.tile([[0.8, 0.95, 0.0, 0.0]], (SLOTS + 1, 1))
-        ints = np.array([[20, 100 + slot, 7, WANTS_LOGPROBS] for slot in range(SLOTS + 1)])
+        floats = np.tile([[0.8, 0.95, 0.0, 0.5, 0.3, 1.3, 0.0, 0.0]], (SLOTS + 1, 1))
+        flags = WANTS_LOGPROBS | CONTROLS
+        ints = np.array([[20, 100 + slot, 7, flags, 20, 0, 0, 0] for slot in range(SLOTS + 1)])
+        _, num_ids, _ = self.layout.shapes()["bias_ids"]
+        _, num_values, _ = self.layout.shapes()["bias_values"]
         right = {
             "batch_slots": batch,
             "block_tables": np.vstack([pages, np.zeros((1, width))]),
             "lengths": lengths,
             "sampling_floats": floats,
             "sampling_ints": ints,
+            "bias_ids": self._random.integers(0, 96, (SLOTS + 1, num_ids)) + np.where(np.arange(num_ids) % 16, 96, 0),
+            "bias_values": self._random.standard_normal((SLOTS + 1, num_values)) * 3.0,
             "draft_tokens": self._random.integers(0, 96, (SLOTS + 1, VERIFY_TOKENS - 1)),
             "draft_parents": np.tile([[0, 0, 1] if self.steps.drafts.is_tree else [0, 1, 2]], (SLOTS + 1, 1)),
         }
@@ -190,8 +196,10 @@ class Rig:
             "batch_slots": np.roll(batch[:, ::-1], 1),
             "block_tables": np.full((SLOTS + 1, width), self.kv.num_pages - 1),
             "lengths": (lengths + 21) % 50,
-            "sampling_floats": np.tile([[3.0, 0.3, 0.0, 0.0]], (SLOTS + 1, 1)),
-            "sampling_ints": np.array([[0, 31 * slot + 5, 3, 0] for slot in range(SLOTS + 1)]),
+            "sampling_floats": np.tile([[3.0, 0.3, 0.0, 2.0, 2.0, 0.2, 0.0, 0.0]], (SLOTS + 1, 1)),
+            "sampling_ints": np.array([[0, 31 * slot + 5, 3, CONTROLS, 99, 0, 0, 0] for slot in range(SLOTS + 1)]),
+            "bias_ids": self._random.integers(0, 96, (SLOTS + 1, num_ids)),
+            "bias_values": self._random.standard_normal((SLOTS + 1, num_values)) * 30.0,
             "draft_tokens": self._random.integers(0, 96, (SLOTS + 1, VERIFY_TOKENS - 1)),
             "draft_parents": np.tile([[0, 1, 0] if self.steps.drafts.is_tree else [-1, -1, -1]], (SLOTS + 1, 1)),
         }
@@ -216,7 +224,8 @@ class Rig:
         for name, values in self.right.items():
             self.rows.write_table(name, values)
         self.runner.pool = PagedKV(jnp.array(self._pool, self.kv.dtype))
-        self.runner.relay = Relay(jnp.arange(SLOTS + 1, dtype=jnp.int32) * 13 % 96)
+        tokens = jnp.arange(SLOTS + 1, dtype=jnp.int32) * 13 % 96
+        self.runner.relay = Relay(tokens, jnp.array(self._token_counts))
         jax.block_until_ready((self.runner.pool, self.runner.relay))
         self.watched.asked.clear()
         launch = self.steps.execute(self._batch(mode), self.rows.publish(), wants_logprobs=True)
@@ -229,7 +238,8 @@ class Rig:
             values = {name: np.asarray(value) for name, value in launch.sampled._asdict().items()}
             values |= {
                 "pool": np.asarray(self.runner.pool.data)[:, :, :, 1:].astype(np.float32),
-                "relay": np.asarray(self.runner.relay.tokens)[:-1],
+                "newest": np.asarray(self.runner.relay.tokens)[:-1],
+                "token_counts": np.asarray(self.runner.relay.token_counts)[:-1],
                 **({} if launch.counts is None else {"counts": np.asarray(launch.counts)}),
             }
         except Exception:  # whatever the execution raised; that it fails only when poisoned is the finding
@@ -237,7 +247,7 @@ class Rig:
             self.rows.recover()
             return None
         live = launch.sampled.tokens.shape[0] * len(launch.batch.owners) // self._padded(launch)
-        whole = ("pool", "relay")
+        whole = ("pool", "newest", "token_counts")
         outcome = {name: value if name in whole else value[:live] for name, value in values.items()}
         if launch.counts is not None:
             outcome["counts"] = outcome["counts"][: len(launch.batch.owners)]

@@ -8,7 +8,8 @@ Plain decoding, one prompt at a time, with overlap and the backend's own fence, 
 speculation, overlap off, the forced coarse fence, and NGRAM's other fence, each with one prompt at a time and with all
 of them together.
 
-Greedy tokens must be equal. So must sampled ones: random numbers come from seed and position. Two programs may round
+Greedy tokens must be equal. So must sampled ones: random numbers come from seed and position. So must greedy tokens
+under frequency and presence penalties ("controlled"), which depend on every token before. Two programs may round
 differently, so a different token counts as a tie if plain decoding preferred its own by less than the tie margin.
 Whether sampled tokens are distributed as they should be is another question, with a chi-square test to answer it.
 """
@@ -38,6 +39,7 @@ TIE_MARGIN = 1e-4  # nats; float32 logits of two programs differ by some 1e-5
 LOGPROB_TOLERANCE = 1e-3  # nats
 SIGNIFICANCE = 1e-4
 DRAW_TOKENS = 16  # of each output that is drawn for the distribution, the first one, which nobody drafts, not counted
+PENALTIES: dict[str, Any] = {"frequency_penalty": 0.6, "presence_penalty": 0.4}
 SEED_STRIDE = 1_000_003
 REFERENCE: dict[str, Any] = {
     "speculative_algorithm": None, "disable_overlap_schedule": False, "force_coarse_war_barrier": False,
@@ -158,6 +160,7 @@ class _Check:
         self._params = {
             "greedy": [SamplingParams(temperature=0.0, **common)] * len(prompts),
             "sampled": [SamplingParams(temperature=1.0, seed=seed + i, **common) for i in range(len(prompts))],
+            "controlled": [SamplingParams(temperature=0.0, **PENALTIES, **common)] * len(prompts),
         }
         self._wanted = {kind: self._alone(llm, kind) for kind in self._params}
 
@@ -209,8 +212,14 @@ class _Check:
         known = dict(wanted.top)
         if got not in known:
             return math.inf
-        margin = wanted.logprob - known[got]
         params = self._params[kind][prompt]
+        before = reference.outputs[0].token_ids[:position]
+
+        def score(token: int, logprob: float) -> float:
+            count = before.count(token)
+            return logprob - params.frequency_penalty * count - params.presence_penalty * (count > 0)
+
+        margin = score(wanted.token_id, wanted.logprob) - score(got, known[got])
         if params.seed is not None:
             _, ints = sampling_row(params, params.seed, self._vocab)
             place = np.int32(len(reference.prompt_token_ids) + position)

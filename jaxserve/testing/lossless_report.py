@@ -46,7 +46,7 @@ class Comparison:
 
     Attributes:
         way: what is compared.
-        kind: ``"greedy"`` or ``"sampled"``.
+        kind: ``"greedy"``, ``"sampled"`` or ``"controlled"``.
         batch: prompts that decode together.
         num_tokens: compared; an output counts up to its first difference.
         num_drafted, num_accepted: drafts that were verified, and those that held; None without speculation.

@@ -53,7 +53,7 @@ def step_program(
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
     function = make_step_program(key, backend, model.bind, config.attention_windows)
     layout = RowLayout(batch, width, num_drafts=queries - 1 if verifies else 0)
-    return function, step_arguments(key, layout, model.leaves, kv)
+    return function, step_arguments(key, layout, model.leaves, kv, config.vocab_size)
 
 
 def prep_program(
@@ -79,6 +79,12 @@ def copies_of_shape(hlo_text: str, shape: tuple[int, ...]) -> list[str]:
     return [
         line.strip() for line in hlo_text.splitlines() if re.search(r"= \w+" + re.escape(wanted) + r"\S* copy", line)
     ]
+
+
+def donated_parameters(num_leaves: int, *, has_lengths: bool = False) -> dict[str, int]:
+    """Parameter numbers of what a step program donates, by name; ``has_lengths``: whether the relay holds lengths."""
+    names = ("pool", "relay.tokens", "relay.token_counts", *(["relay.lengths"] if has_lengths else []))
+    return {name: num_leaves + i for i, name in enumerate(names)}
 
 
 def aliased_outputs(hlo_text: str) -> list[int]:

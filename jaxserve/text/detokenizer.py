@@ -27,6 +27,7 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ):
         """Starts an empty output.
 
@@ -34,6 +35,7 @@ class IncrementalDetokenizer:
             skip_special_tokens: leave control tokens out of the text.
             stop: non-empty strings that end the output.
             include_stop: keep the matched stop string at the end of the text.
+            min_tokens: a stop string that is complete within so many tokens is text like any other.
         """
         if any(not s for s in stop):
             raise ValueError(f"stop strings must be non-empty, got {stop!r}")
@@ -41,6 +43,7 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._stop = tuple(stop)
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._held = ""  # end of the text so far that is a proper prefix of a stop string
         self._finished = False
         self.matched_stop: str | None = None
@@ -72,11 +75,14 @@ class IncrementalDetokenizer:
     def _take(self, text: str) -> str:
         if not self._stop or not text:
             return text
+        old = len(self._held)
         text = self._held + text
         self._held = ""
-        # (end, start, stop): the smallest completes first, and among equals starts first.
-        matches = [(start + len(s), start, s) for s in self._stop if (start := text.find(s)) >= 0]
-        if matches:
+        # (end, start, stop): the smallest completes first, and among equals starts first. Of what was held only the
+        # beginning of a match counts: it may hold a whole one from a time when nothing could end the output.
+        found = ((text.find(s, max(0, old + 1 - len(s))), s) for s in self._stop)
+        matches = [(start + len(s), start, s) for start, s in found if start >= 0]
+        if matches and self.num_tokens > self._min_tokens:
             end, start, self.matched_stop = min(matches)
             return text[: end if self._include_stop else start]
         num_held = max(self._num_prefix(text, s) for s in self._stop)

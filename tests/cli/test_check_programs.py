@@ -62,7 +62,7 @@ def test_reports_as_json(folder, capsys):
     assert set(reports) == {"prep extend", "prep decode", "step extend", "step decode"}
     assert reports["prep decode"]["marker"] == "jaxserve_snapshot"
     assert reports["step decode"]["marker"] == ""  # it reads no shared row at all
-    assert reports["step decode"]["donated"] == ["pool", "relay"]
+    assert reports["step decode"]["donated"] == ["pool", "relay.tokens", "relay.token_counts"]
     assert reports["step decode"]["pool_copies"] == 0
     assert reports["step decode"]["instructions"] > 20
     assert all(report["violations"] == [] for report in reports.values())

@@ -234,6 +234,7 @@ def test_collect_env_shows_versions_but_no_secrets(
     for fact in ("python: 3", "jax ", "flax ", "cpu: ", "devices: ", "XLA FFI API: 0.", "extension: "):
         assert fact in text
     assert "attention backend: native\n" in text
+    assert "few-row products: the extension's, for up to 16 rows of float32\n" in text
     assert "shared reads: EXTEND UNKNOWN (coarse:extend), DECODE IN_REPLAY (fine:marker), TARGET_VERIFY" in text
     assert "hush" not in text and "env JAXSERVE_API_KEY: (set, not shown)" in text and "env JAX_ENABLE_X64: 0" in text
 

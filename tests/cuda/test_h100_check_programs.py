@@ -25,7 +25,7 @@ def test_programs_are_proven_and_their_graphs_reported(cuda_module, folder, caps
     reports = {r["name"].split("[")[0]: r for r in map(json.loads, capsys.readouterr().out.splitlines())}
     decode = reports["step decode"]
     assert decode["marker"] == "jaxserve_snapshot"
-    assert decode["donated"] == ["pool", "relay"]
+    assert decode["donated"] == ["pool", "relay.tokens", "relay.token_counts"]
     order = decode["graphs"]["order"]
     assert order[0] == "jaxserve_snapshot"
     assert order[1].startswith("graph(")

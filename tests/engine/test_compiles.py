@@ -46,6 +46,8 @@ def test_nothing_compiles_after_warm_up(warm):
     sampled = {"max_tokens": 4, "temperature": 0.9, "ignore_eos": True}
     for extra in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 2**63 - 1}, {"logprobs": 0},
                   {"logprobs": 20}, {"n": 3}, {"stop": ("ab",)}, {"stop_token_ids": (5,)},
+                  {"frequency_penalty": 1.0}, {"repetition_penalty": 2.0, "logit_bias": {5: 9}, "min_tokens": 2},
+                  {"structured_outputs": {"regex": "[a-z]{9}"}},
                   {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 2, "n": 2}):  # fmt: skip
         generate(warm, [(prompt_of(5), SamplingParams(**sampled, **extra)), (prompt_of(6), greedy(2))])
     request_id = add(warm, prompt_of(30), greedy(5))
@@ -71,7 +73,7 @@ def test_recovery_compiles_nothing(warm, monkeypatch):
 @pytest.mark.parametrize(
     ("position", "wrong", "named"),
     [
-        (2, np.zeros(9, np.int32), r"relay.tokens int32\[9\], was int32\[4\]"),
+        (2, "relay", r"relay\.tokens int32\[9\], was int32\[4\]"),
         (3, np.zeros(16, np.int32), r"ticket int32\[16\], was uint32\[16\]"),
         (5, "tokens", r"inputs.tokens int32\[1, 99\]"),
     ],
@@ -83,7 +85,7 @@ def test_a_retrace_names_the_argument(warm, position, wrong, named):
     key = cache.keys()[0]
     arguments = list(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), cache._arguments(key)))
     if isinstance(wrong, str):
-        wrong = arguments[position]._replace(tokens=np.zeros((1, 99), np.int32))
+        wrong = arguments[position]._replace(tokens=np.zeros(9 if wrong == "relay" else (1, 99), np.int32))
     arguments[position] = wrong
     with pytest.raises(RetraceError, match=named):
         cache.call(key, *arguments)

@@ -43,7 +43,7 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Wno-psabi", "-pthread"]
-CPU_ONLY = ("test_attention.cc", "test_ngram.cc", "test_tasks.cc")
+CPU_ONLY = ("test_attention.cc", "test_ngram.cc", "test_skinny_matmul.cc", "test_tasks.cc")
 
 
 @dataclass(frozen=True)

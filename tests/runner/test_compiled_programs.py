@@ -16,9 +16,16 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.llm import LLM
 from jaxserve.models.config import ModelConfig
 from jaxserve.testing.scheduled_hlo import uses_after
-from jaxserve.testing.step_programs import aliased_outputs, compiled_text, copies_of_shape, prep_program, step_program
+from jaxserve.testing.step_programs import (
+    aliased_outputs,
+    compiled_text,
+    copies_of_shape,
+    donated_parameters,
+    prep_program,
+    step_program,
+)
 
-TABLES = [f"tables[{i}]" for i in range(5)]
+TABLES = [f"tables[{i}]" for i in range(7)]
 SIZES = {
     ForwardMode.DECODE: {"batch": 4, "queries": 1},
     ForwardMode.TARGET_VERIFY: {"batch": 4, "queries": 5},
@@ -74,8 +81,8 @@ def test_the_pool_is_donated_and_never_copied(config, backend, mode):
     text = compiled_text(function, arguments)
     pool = arguments[1].data
     assert copies_of_shape(text, pool.shape) == []
-    pool_parameter = len(arguments[0])
-    assert aliased_outputs(text) == [pool_parameter, pool_parameter + 1]  # the pool and the relay
+    assert copies_of_shape(text, arguments[2].token_counts.shape) == []
+    assert aliased_outputs(text) == list(donated_parameters(len(arguments[0])).values())  # the pool and the relay
 
 
 def test_the_copy_detector_detects():

@@ -8,6 +8,8 @@ import pytest
 from api_client import Api, assert_error, events
 from scripted_engine import ScriptedEngine
 
+from jaxserve.core.sampling_params import SamplingParams
+
 
 def test_choice_i_continues_prompt_i_over_n() -> None:
     body = Api(ScriptedEngine()).complete(prompt=["AAA", "BBB", "CCC"], n=2, max_tokens=3).json()
@@ -126,6 +128,24 @@ def test_generate_speaks_sglang() -> None:
     assert [entry["index"] for entry in several] == [0, 1, 2, 3]
     *frames, done = events(api.post("/generate", {"text": "Hi", "stream": True}))
     assert done == "[DONE]" and [f["text"] for f in frames][:3] == ["H", "He", "Hel"]
-    for bad, param in (({"max_new_tokens": 0}, "max_new_tokens"), ({"regex": "a"}, "regex"), ({"tmp": 1}, "tmp")):
+    for bad, param in (({"max_new_tokens": 0}, "max_new_tokens"), ({"regex": ""}, "regex"), ({"tmp": 1}, "tmp")):
         assert_error(api.post("/generate", {"text": "a", "sampling_params": bad}), 400, f"sampling_params.{param}")
     assert_error(api.post("/generate", {}), 400, param="text")
+
+
+def test_what_changes_logits_reaches_the_engine() -> None:
+    seen: list[SamplingParams] = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, prompt, params, request_id=None):
+            seen.append(params)
+            return super().generate(prompt, params, request_id)
+
+    api = Api(Watched())
+    fields = {"frequency_penalty": 0.5, "presence_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"97": -3}}
+    wanted = SamplingParams(max_tokens=8, min_tokens=2, **fields)
+    assert api.complete(max_tokens=8, min_tokens=2, **fields).status_code == 200
+    assert api.chat(max_tokens=8, min_tokens=2, **fields).status_code == 200
+    params = {"max_new_tokens": 8, "min_new_tokens": 2, **fields}
+    assert api.post("/generate", {"text": "a", "sampling_params": params}).status_code == 200
+    assert seen == [wanted] * 3

@@ -112,6 +112,17 @@ def test_every_token_has_its_logprob(served: Served) -> None:
         assert own == pytest.approx(max(top.values()))  # greedy takes the most likely one
 
 
+def test_answers_follow_a_schema(served: Served) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}  # fmt: skip
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    fields = CHAT | {"response_format": form, "temperature": 1, "seed": 3, "max_tokens": 60}
+    message = served.post("/v1/chat/completions", **fields)["choices"][0]["message"]
+    assert isinstance(json.loads(message["content"])["ok"], bool)
+    chunks = served.stream("/v1/chat/completions", **fields)
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == message["content"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_pages_back(served: Served, stream: bool) -> None:
     served.post("/v1/completions", prompt="Hello", **GREEDY)

@@ -73,7 +73,7 @@ def test_every_algorithm_backend_and_page_size_is_lossless(config, algorithms, b
     ways = {name: REFERENCE | settings for name, settings in algorithms.items()}
     report = check_lossless(settings, PROMPTS, max_tokens=12, ways=ways)
     assert [(c.way, c.kind, c.batch) for c in report.comparisons] == [
-        (way, kind, batch) for way in ways for batch in (1, 4) for kind in ("greedy", "sampled")
+        (way, kind, batch) for way in ways for batch in (1, 4) for kind in ("greedy", "sampled", "controlled")
     ]
     for each in report.comparisons:
         assert each.num_tokens == 12 * len(PROMPTS) and not each.differences
@@ -140,7 +140,7 @@ def test_a_tie_is_counted_and_named(config, undecided, tie_margin, is_tie):
         dataclasses.replace(config, model=model), [[1]], max_tokens=4, tie_margin=tie_margin,
         ways={"other": REFERENCE | {"model": other}},
     )  # fmt: skip
-    greedy, _ = report.comparisons
+    greedy, _, _ = report.comparisons
     [difference] = greedy.differences
     assert (difference.position, difference.wanted, difference.got) == (0, 9, 5)
     assert difference.margin == pytest.approx(2e-5, abs=1e-5)
