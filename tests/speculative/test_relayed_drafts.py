@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "xla, no marker": {"attention_backend": "xla", "shared_read_marker": False},
 }
 CASES = [(algorithm, "native") for algorithm in ALGORITHMS]
-CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name != "native"]
+CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name not in ("native", "xla-live")]
+CONFIGURATIONS["race check"] = {"race_check": True}
 CONFIGURATIONS["trees"] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 7}
-CASES += [("EAGLE", "trees"), ("STANDALONE", "planned"), ("DFLASH", "xla-live"), ("DFLASH", "xla, no marker")]
+CASES += [("EAGLE", "trees"), ("EAGLE3", "race check"), ("DFLASH", "xla-live"), ("DFLASH", "race check")]
 STALLS = {"snapshot.before_reads": STALL_US // 2, "stream.before_copy": STALL_US // 4}
 
 
@@ -60,7 +62,11 @@ def heads(tiny_model: Path, target: LoadedModel, tmp_path_factory: pytest.TempPa
     }  # fmt: skip
     for algorithm, settings in more.items():
         save_draft(folder / algorithm, init_draft(algorithm, target, jnp.float32, **settings))
-    return {"STANDALONE": tiny_model, **{algorithm: folder / algorithm for algorithm in more}}
+    # Surer of itself than a random head is, so that its trees go deep.
+    head = init_draft("EAGLE3", target, jnp.float32, **more["EAGLE3"])
+    leaves = [30 * leaf if path == "lm_head" else leaf for path, leaf in zip(head.paths, head.leaves, strict=True)]
+    save_draft(folder / "sure", dataclasses.replace(head, leaves=leaves))
+    return {"STANDALONE": tiny_model, **{name: folder / name for name in (*more, "sure")}}
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +296,8 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
 
 def test_trees_equal_a_full_recomputation(tiny_model, heads, target):
     topk, num_steps, count = 3, 3, 6
-    engine = drafting(tiny_model, heads, "EAGLE3", disable_overlap_schedule=True, **CONFIGURATIONS["trees"])
+    sure = {"EAGLE3": heads["sure"]}
+    engine = drafting(tiny_model, sure, "EAGLE3", disable_overlap_schedule=True, **CONFIGURATIONS["trees"])
     oracle = Oracle(engine, target, "EAGLE3")
     shapes = set()
     try:
