@@ -1,8 +1,9 @@
 """The speculation bench: tokens a second with and without drafts, on text that repeats itself and on text that doesn't.
 
-plain  decoding, overlapped
-NGRAM  speculation as configured by default
-relay  the same with ``--speculative-ngram-fence relay``
+plain   decoding, overlapped
+NGRAM   speculation as configured by default
+relay   the same with ``--speculative-ngram-fence relay``
+EAGLE3, DFLASH  with the head that comes with the default model
 
 Beside it, what a step costs that verifies 2, 4 or 8 tokens per sequence, with drafts that never hold.
 """
@@ -30,6 +31,7 @@ from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.engine import Engine
+from jaxserve.models.loading.draft import has_default_draft
 from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
 from jaxserve.speculative.ngram import NgramAlgorithm
 from jaxserve.speculative.registry import temporarily_registered
@@ -39,7 +41,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "NGRAM": {"speculative_algorithm": "NGRAM"},
     "relay": {"speculative_algorithm": "NGRAM", "speculative_ngram_fence": "relay"},
+    "EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default"},
+    "DFLASH": {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "default"},
 }
+HEADS = ("EAGLE3", "DFLASH")  # ways that need a head
 LONGEST_PROMPT = 384  # tokens
 VERIFY_PROMPT = 64  # tokens, of the sequences whose steps are timed
 VERIFY_OUTPUT = 24
@@ -68,7 +73,7 @@ class Sweep:
     model: str = "default"
     batches: tuple[int, ...] = (1, 4)
     kinds: tuple[str, ...] = tuple(KINDS)
-    ways: tuple[str, ...] = tuple(WAYS)
+    ways: tuple[str, ...] = ("plain", "NGRAM", "relay")
     verify_tokens: tuple[int, ...] = (2, 4, 8)
     rounds: int = 4
     max_tokens: int = 128
@@ -82,10 +87,18 @@ class Sweep:
         most = len(next(iter(KINDS.values())).prompts)
         if not self.batches or min(self.batches) < 1 or max(self.batches) > most:
             raise ConfigError(f"--batches must be 1 .. {most}, which is how many prompts there are, got {self.batches}")
+        unknown = [way for way in self.ways if way not in WAYS]
+        if unknown or self.ways[:1] != ("plain",):
+            raise ConfigError(f"--ways must begin with plain; known are {', '.join(WAYS)}, got {', '.join(self.ways)}")
         if self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, got {self.rounds}")
         if self.max_tokens < 16:
             raise ConfigError(f"--tokens must be at least 16, got {self.max_tokens}: shorter answers say nothing")
+
+
+def ways_with_heads(model: str, ways: tuple[str, ...]) -> tuple[str, ...]:
+    """These ways, and for the default model those with the heads that come with it."""
+    return (*ways, *(name for name in HEADS if has_default_draft(name))) if model == "default" else ways
 
 
 QUICK = Sweep(ways=("plain", "NGRAM"), rounds=2, max_tokens=64, max_seconds=120.0)

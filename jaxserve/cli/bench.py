@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spec.add_argument("--model", metavar="MODEL", help="'default', a Hugging Face folder, or a .gguf file")
     spec.add_argument("--kinds", type=_commas, metavar="KIND,KIND", help="of text: code edit, JSON records, "
                       "summary with quotes, open text")  # fmt: skip
+    spec.add_argument(
+        "--ways", type=_commas, metavar="WAY,WAY", help="plain first: plain, NGRAM, relay, EAGLE3, DFLASH"
+    )
     _add_common(spec)
 
 
@@ -97,7 +100,10 @@ def run_spec(arguments: argparse.Namespace) -> None:
     from jaxserve.bench import speculation, speculation_report  # imports jax
 
     sweep = speculation.QUICK if arguments.quick else speculation.Sweep()
-    found = speculation.measure(dataclasses.replace(sweep, **_given(arguments, ("model", "kinds"))), _say)
+    sweep = dataclasses.replace(sweep, **_given(arguments, ("model", "kinds", "ways")))
+    if arguments.ways is None:
+        sweep = dataclasses.replace(sweep, ways=speculation.ways_with_heads(sweep.model, sweep.ways))
+    found = speculation.measure(sweep, _say)
     _write(arguments, found, speculation_report.whole)
     if arguments.plot:
         from jaxserve.bench.speculation_plot import draw

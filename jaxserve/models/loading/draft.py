@@ -96,15 +96,19 @@ def abstract_draft(path: str | Path, algorithm: str, target: LoadedModel, dtype:
     return LoadedModel(graphdef, treedef, list(wanted.values()), draft.decoder)  # type: ignore[arg-type]
 
 
+def has_default_draft(algorithm: str) -> bool:
+    """Whether a head for the default model comes with the package."""
+    return (_HEADS / algorithm.lower() / "config.json").is_file()
+
+
 def default_draft_path(algorithm: str) -> Path:
     """The draft checkpoint for the default model that comes with the package.
 
     Raises:
         ConfigError: there is none for this algorithm; lists those there are.
     """
-    path = _HEADS / algorithm.lower()
-    if (path / "config.json").is_file():
-        return path
+    if has_default_draft(algorithm):
+        return _HEADS / algorithm.lower()
     there = sorted(found.parent.name.upper() for found in _HEADS.glob("*/config.json"))
     raise ConfigError(
         f"no default draft model for --speculative-algorithm {algorithm}; there is one for: "
