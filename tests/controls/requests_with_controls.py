@@ -64,6 +64,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "all": {"frequency_penalty": 0.7, "presence_penalty": 0.6, "repetition_penalty": 1.5, "min_tokens": 5,
             "stop_token_ids": (97, 110, 231)},
     "mask": {},
+    "mask alone": {"logit_bias": {}},  # a draft model that knows nothing of it is often right
     "mask and all": {"frequency_penalty": 0.7, "repetition_penalty": 1.7, "min_tokens": 7,
                      "stop_token_ids": (115, 244)},
 }  # fmt: skip
