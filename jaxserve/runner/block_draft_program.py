@@ -36,7 +36,7 @@ def make_block_draft_program(
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: None, handover: Handover) -> DraftOutputs:  # fmt: skip
         assert handover.rows is not None and handover.features is not None
-        rows, metadata = planned(key, backend, handover.rows, handover, 0)
+        rows, metadata = planned(key, backend, handover.rows, handover, task)
         model = bind(leaves)
         pool = _with_context(model, pool, handover, metadata)
 

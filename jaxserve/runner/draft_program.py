@@ -56,6 +56,7 @@ class DraftTask:
         num_ids: ids below it may be drafted.
         topk: continuations of a node; 1 drafts chains.
         num_steps: depth of a tree; of a chain, its length.
+        layer: number of this layer of a multi-layer draft model, see ``layer_draft_program``; else 0.
     """
 
     num_drafts: int
@@ -64,6 +65,7 @@ class DraftTask:
     num_ids: int
     topk: int = 1
     num_steps: int = 0
+    layer: int = 0
 
     @property
     def relay_width(self) -> int:
@@ -72,8 +74,19 @@ class DraftTask:
 
     @property
     def extra_entries(self) -> int:
-        """Entries beyond those handed over: a model of its own needs the first token too, which stands before them."""
-        return 0 if self.uses_features else 1
+        """Entries beyond those handed over.
+
+        A model of its own needs the first token too, which stands before them. Layer n computes the n entries before
+        them again.
+        """
+        return self.layer if self.uses_features else 1
+
+    def span(self, handover: Handover) -> tuple[jax.Array, jax.Array]:
+        """Position of the first entry, and how many entries count: int32[B] each."""
+        if not self.uses_features:
+            return handover.lengths, handover.counts + 1
+        again = jnp.minimum(self.layer, handover.lengths)  # a sequence begins with entries that nobody has computed
+        return handover.lengths - again, handover.counts + again
 
 
 class DraftOutputs(NamedTuple):
@@ -81,29 +94,28 @@ class DraftOutputs(NamedTuple):
 
     Attributes:
         pool: the draft model's.
-        drafted: int32[slots + 1, D], drafts behind the newest token of every slot.
+        relay: its relay: int32[slots + 1, D], drafts behind the newest token of every slot; or what holds them.
         drafts: int32[B, D], this launch's.
     """
 
     pool: PagedKV
-    drafted: jax.Array
+    relay: Any
     drafts: jax.Array
     end: jax.Array
 
 
-def entries_of(task: DraftTask, model: Any, handover: Handover) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """What goes through the draft model: tokens int32[B, E], features [B, E, H] or None, and counts int32[B].
+def entries_of(task: DraftTask, model: Any, handover: Handover) -> tuple[jax.Array, jax.Array | None]:
+    """What goes through the draft model: tokens int32[B, E], and features [B, E, H] or None.
 
     With features entry i is what the target computed at a position, and the token behind it. Without, the tokens
     themselves: the first one again, and those behind the entries.
     """
     if not task.uses_features:
-        tokens = jnp.concatenate([handover.first[:, None], handover.tokens], 1)
-        return tokens, None, handover.counts + 1
+        return jnp.concatenate([handover.first[:, None], handover.tokens], 1), None
     assert handover.features is not None
     batch, entries, width = handover.features.shape
     features = model.features(handover.features.reshape(batch * entries, width))
-    return handover.tokens, features.reshape(batch, entries, -1), handover.counts
+    return handover.tokens, features.reshape(batch, entries, -1)
 
 
 def choose(
@@ -129,7 +141,7 @@ def choose(
     return ids[jax.lax.cond(jnp.any(is_random), drawn, lambda _: best, None)]
 
 
-def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, extra_entries: int) -> Callable:
+def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, task: DraftTask) -> Callable:
     """``prep(ticket, tables, inputs, handover) -> (StepRows, StepMetadata)``.
 
     It takes the target's results, so it cannot run, nor record that reads ended, before the target's launch has ended.
@@ -137,20 +149,34 @@ def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, extra_en
 
     def prep(ticket, tables: list[jax.Array], inputs: HostInputs, handover: Handover):
         rows = read_rows(key, ticket, tables, inputs.row_ids)
-        return planned(key, backend, rows, handover, extra_entries)
+        return planned(key, backend, rows, handover, task)
 
     return prep
 
 
 def planned(
-    key: ProgramKey, backend: AttentionBackend, rows: StepRows, handover: Handover, extra_entries: int
+    key: ProgramKey, backend: AttentionBackend, rows: StepRows, handover: Handover, task: DraftTask
 ) -> tuple[StepRows, StepMetadata]:
-    """Rows and metadata of the extend pass: lengths are the target's, and entries that do not count write nowhere."""
-    shape = replace(key.shape, queries=key.shape.queries + extra_entries)
-    rows = rows._replace(lengths=handover.lengths)
+    """Rows and metadata of the extend pass: lengths say where it begins; entries that do not count write nowhere."""
+    shape = replace(key.shape, queries=key.shape.queries + task.extra_entries)
+    lengths, counts = task.span(handover)
+    rows = rows._replace(lengths=lengths)
     metadata = backend.prep(rows, shape, None)
-    counts_as = jnp.arange(shape.queries, dtype=jnp.int32) < (handover.counts + extra_entries)[:, None]
+    counts_as = jnp.arange(shape.queries, dtype=jnp.int32) < counts[:, None]
     return rows, metadata._replace(write_pages=jnp.where(counts_as, metadata.write_pages, 0))
+
+
+def given_rows(
+    key: ProgramKey, backend: AttentionBackend, ticket: jax.Array, tables: list[jax.Array], inputs: HostInputs,
+    private: tuple[StepRows, StepMetadata] | None, handover: Handover, task: DraftTask,
+) -> tuple[StepRows, StepMetadata]:  # fmt: skip
+    """As ``planned``, from shared rows that are read here, or from those a prep program read."""
+    if private is None:
+        return planned(key, backend, read_rows(key, ticket, tables, inputs.row_ids), handover, task)
+    rows, metadata = private
+    if key.noted:
+        rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+    return rows, metadata
 
 
 class DraftPass:
@@ -234,23 +260,18 @@ def make_draft_program(
 
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
-        if private is None:
-            rows = read_rows(key, ticket, tables, inputs.row_ids)
-            rows, metadata = planned(key, backend, rows, handover, task.extra_entries)
-        else:
-            rows, metadata = private
-            if key.noted:
-                rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+        rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
         used: set[tuple[int, str]] | None = set() if key.noted else None
         model = bind(leaves)
         forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
 
-        tokens, features, counts = entries_of(task, model, handover)
-        hidden, keys, values = forward(pool, handover.lengths, tokens, features)
+        tokens, features = entries_of(task, model, handover)
+        lengths, counts = task.span(handover)
+        hidden, keys, values = forward(pool, lengths, tokens, features)
         state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
         pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
 
-        lengths = handover.lengths + counts
+        lengths = lengths + counts
         position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
         drafts: list[jax.Array] = []
         states: list[jax.Array] = []

@@ -37,6 +37,7 @@ class Handover(NamedTuple):
         lengths: int32[B], position of entry 0.
         features: [B, E, F], what was observed of the target model, point after point; None if nothing was asked for.
         rows: the private rows of the target's program, for a draft model that reads no shared ones; else None.
+        drafts: int32[B, n], for layer n > 0 of a multi-layer draft model: what the layers before it drafted; else None.
     """
 
     first: jax.Array
@@ -45,6 +46,7 @@ class Handover(NamedTuple):
     lengths: jax.Array
     features: jax.Array | None
     rows: StepRows | None = None
+    drafts: jax.Array | None = None
 
 
 def bounded_lengths(shape: StepShape, lengths: jax.Array) -> jax.Array:

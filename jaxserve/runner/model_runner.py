@@ -41,7 +41,7 @@ class ModelRunner:
             None, which means: use the full-execution fence. A phase clears it when it starts and may publish one event;
             only the barrier takes it, and only from the worker's ``last_shared_read_runner``.
         pool, relay: KV pool and what one launch leaves for the next by slot: ``Relay`` of a target model, the drafts
-            int32[slots + 1, D] of a draft model. Donated to each launch in turn.
+            int32[slots + 1, D] of a draft model, or what holds them. Donated to each launch in turn.
         newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
         has_marker: whether programs hold the barrier's FFI operations.
     """

@@ -105,15 +105,18 @@ def draft_arguments(
     leaves: Sequence[Any],
     kv: KVLayout,
     handover: Handover,
-    num_drafts: int,
+    relay: Any,
     extra_entries: int,
 ) -> tuple:
     """(leaves, pool, drafted, ticket, tables, inputs, private, handover) of a draft program; see
-    ``make_draft_program``."""
+    ``make_draft_program``.
+
+    Args:
+        relay: the draft model's, as shapes and dtypes.
+    """
     ticket, tables, inputs = _common_arguments(key, layout)
     wider = dataclasses.replace(key, shape=dataclasses.replace(key.shape, queries=key.shape.queries + extra_entries))
-    drafted = _ints(layout.num_slots + 1, num_drafts)
-    return _abstract(leaves), _pool(kv), drafted, ticket, tables, inputs, _private_arguments(wider), handover
+    return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(wider), handover
 
 
 def _abstract(leaves: Sequence[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -38,6 +38,20 @@ from jaxserve.runner.step_program import (
 )
 
 
+class DraftSource(Protocol):
+    """Who has the drafts that verify programs take.
+
+    Attributes:
+        runner: whose newest launch computes them.
+        drafted: int32[slots + 1, D].
+    """
+
+    runner: ModelRunner
+
+    @property
+    def drafted(self) -> jax.Array: ...
+
+
 class StepRunner(PhaseRunner):
     """Runs EXTEND, DECODE and TARGET_VERIFY steps of one model runner.
 
@@ -47,7 +61,7 @@ class StepRunner(PhaseRunner):
         feature_points: where a draft model observes the target model, see ``models.draft``.
 
     Attributes:
-        draft_source: the runner whose relay holds the drafts that verify programs take, where drafts are RELAYED.
+        draft_source: who has the drafts that verify programs take, where drafts are RELAYED.
     """
 
     def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None],
@@ -57,7 +71,7 @@ class StepRunner(PhaseRunner):
         self.drafts = drafts
         self.num_ids = num_ids
         self.on_late_compile = on_late_compile
-        self.draft_source: ModelRunner | None = None
+        self.draft_source: DraftSource | None = None
         self._feature_points = feature_points
         windows, vocab_size = runner.model.config.attention_windows, runner.model.config.vocab_size
         self._count_seeds = CountSeeds(runner.rows.layout.num_slots + 1, vocab_size, on_late_compile)
@@ -124,7 +138,7 @@ class StepRunner(PhaseRunner):
         drafted: jax.Array | None = None
         after: tuple[int, ...] = ()
         if self.draft_source is not None and batch.mode is ForwardMode.TARGET_VERIFY:
-            drafted, after = self.draft_source.relay, (self.draft_source.newest_launch,)
+            drafted, after = self.draft_source.drafted, (self.draft_source.runner.newest_launch,)
         phase = self._launch(batch, shape, inputs, write_done, upstream=drafted, after=after)
         out: StepOutputs = phase.outputs
         assert phase.read_ends is not None

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxserve.attention.base import AttentionBackend, StepMetadata, StepRows, Tree
 from jaxserve.attention.paged_kv import PagedKV
-from jaxserve.barrier import ops
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.draft_program import (
     DraftOutputs,
@@ -24,16 +23,14 @@ from jaxserve.runner.draft_program import (
     DraftTask,
     end_of,
     entries_of,
+    given_rows,
     ids_of,
-    planned,
     read_sign,
 )
 from jaxserve.runner.handover import Handover
 from jaxserve.runner.sampler import filtered_logits, gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
-from jaxserve.runner.step_program import HostInputs, ProgramKey, read_rows
-
-_HERE = "runner/tree_draft_program.py"
+from jaxserve.runner.step_program import HostInputs, ProgramKey
 
 
 class Found(NamedTuple):
@@ -141,22 +138,17 @@ def make_tree_draft_program(
 
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
-        if private is None:
-            rows = read_rows(key, ticket, tables, inputs.row_ids)
-            rows, metadata = planned(key, backend, rows, handover, task.extra_entries)
-        else:
-            rows, metadata = private
-            if key.noted:
-                rows = rows._replace(slots=rows.slots + ops.note(ticket, "begin", _HERE))
+        rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
         used: set[tuple[int, str]] | None = set() if key.noted else None
         model = bind(leaves)
         forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
-        tokens, features, counts = entries_of(task, model, handover)
-        hidden, keys, values = forward(pool, handover.lengths, tokens, features)
+        tokens, features = entries_of(task, model, handover)
+        lengths, counts = task.span(handover)
+        hidden, keys, values = forward(pool, lengths, tokens, features)
         state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
         pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
         position = handover.lengths + handover.counts + 1  # of the first drafts: behind the newest token
-        found = grown(forward, model, pool, rows, state, handover.lengths + counts, position, task)
+        found = grown(forward, model, pool, rows, state, lengths + counts, position, task)
         chosen = jnp.concatenate(chosen_tree(found, task.num_drafts), 1)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)

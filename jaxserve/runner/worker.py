@@ -78,16 +78,21 @@ class TargetWorker:
 
 
 class DraftWorker(TargetWorker):
-    """Runs a draft model behind every launch of the target model.
+    """Runs a draft model behind every launch of the target model, or its layers one after the other.
 
-    The draft model's programs read shared rows last, so its runner owns the event; what the target's publishes is never
-    looked at.
+    The programs of the last draft runner read shared rows last, so its runner owns the event; what the target's and
+    those before it publish is never looked at.
+
+    Attributes:
+        draft_runners: in the order of a step.
+        draft_runner: the last of them, whose drafts are verified.
     """
 
-    def __init__(self, model_runner: ModelRunner, step_runner: StepRunner, draft_runner: DraftRunner):
+    def __init__(self, model_runner: ModelRunner, step_runner: StepRunner, *draft_runners: DraftRunner):
         super().__init__(model_runner, step_runner)
-        self.draft_runner = draft_runner
-        step_runner.draft_source = draft_runner.runner
+        self.draft_runners = draft_runners
+        self.draft_runner = draft_runners[-1]
+        step_runner.draft_source = self.draft_runner
 
     @property
     def last_shared_read_runner(self) -> ModelRunner:
@@ -95,7 +100,7 @@ class DraftWorker(TargetWorker):
 
     @property
     def step_runners(self) -> list[PhaseRunner]:
-        return [self.step_runner, self.draft_runner]
+        return [self.step_runner, *self.draft_runners]
 
     def read_ends(self, mode: ForwardMode) -> tuple[SharedReadEnds, SharedReadEnds]:
         return self.draft_runner.read_ends(self.draft_runner.mode_behind(mode))
@@ -105,10 +110,13 @@ class DraftWorker(TargetWorker):
         shape, inputs = self.step_runner.inputs(batch)
         launch = self.step_runner.execute_inputs(batch, shape, inputs, write_done, wants_logprobs)
         try:
-            return launch.followed_by(self.draft_runner.execute(batch, launch, inputs, write_done))
+            for runner in self.draft_runners:
+                launch = launch.followed_by(runner.execute(batch, launch, inputs, write_done))
+            return launch
         except BaseException:
-            # The step fails, but its first half runs, and reads rows that whoever recovers is about to write.
-            journal.gave_up(launch.number)
+            # The step fails, but what was launched runs, and reads rows that whoever recovers is about to write.
+            for number in (launch.number, *(phase.number for phase in launch.later)):
+                journal.gave_up(number)
             launch.settle(self.model_runner.config.fence_timeout_s)
             raise
 

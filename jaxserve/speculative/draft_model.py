@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.draft_program import DraftTask
-from jaxserve.runner.draft_runner import DraftRunner, draft_relay
+from jaxserve.runner.draft_runner import DraftRunner
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.step_program import DraftForm, DraftRows
 from jaxserve.runner.step_runner import StepRunner
@@ -95,20 +95,25 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
         """As ``load``, with shapes and dtypes alone in place of weights: enough to compile programs."""
 
     @property
+    def models(self) -> list[LoadedModel]:
+        """The draft model; of several layers that run one after the other, each."""
+        return [self.draft]
+
+    @property
     def feature_points(self) -> tuple[int, ...]:
         if not self.uses_features:
             return ()
         return tuple(self.draft.bind(self.draft.leaves).feature_points)
 
     def kv_layout(self, num_pages: int, page_size: int) -> KVLayout:
-        """Sizes of the draft model's pool; its pages have the numbers of the target's."""
+        """Sizes of the pool of each of ``models``; its pages have the numbers of the target's."""
         config = self.draft.config
         return KVLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, self.context.dtype
         )
 
     def kv_bytes_per_page(self, page_size: int) -> int:
-        return self.kv_layout(1, page_size).bytes_per_page
+        return len(self.models) * self.kv_layout(1, page_size).bytes_per_page
 
     def propose(self, contexts: list[np.ndarray], num_drafts: int) -> Proposals:
         """Nothing: its drafts never pass the host."""
@@ -116,32 +121,43 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
         return Proposals(np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(len(contexts), np.int32))
 
     def make_worker(self, runner: ModelRunner, step_runner: StepRunner) -> TargetWorker:
-        task = self.draft_task(runner.model.config.vocab_size, step_runner.buckets.verify_tokens[-1] - 1)
-        draft_model_runner = ModelRunner(
-            self.draft, runner.backend, runner.rows, self.kv_layout(runner.kv.num_pages, runner.kv.page_size),
-            runner.config, runner.platform, name="draft", make_relay=draft_relay(task.relay_width),
-        )  # fmt: skip
+        kv = self.kv_layout(runner.kv.num_pages, runner.kv.page_size)
+        made: list[ModelRunner] = []
         try:
-            draft_runner = self.make_draft_runner(draft_model_runner, step_runner)
-            return self.worker_class(runner, step_runner, draft_runner)
+            for number, model in enumerate(self.models):
+                relay = self.runner_class.make_relay(self._task(step_runner, number), *self._features(step_runner))
+                made.append(
+                    ModelRunner(
+                        model, runner.backend, runner.rows, kv, runner.config, runner.platform,
+                        name="draft" if len(self.models) == 1 else f"draft-{number}", make_relay=relay,
+                    )
+                )  # fmt: skip
+            draft_runners = [self.make_draft_runner(model, step_runner, i) for i, model in enumerate(made)]
+            return self.worker_class(runner, step_runner, *draft_runners)
         except BaseException:
-            draft_model_runner.close()  # its channel and its thread would outlive everything else
+            for draft in reversed(made):
+                draft.close()  # its channel and its thread would outlive everything else
             raise
 
-    def draft_task(self, vocab_size: int, num_drafts: int) -> DraftTask:
-        """What its programs are compiled for."""
+    def draft_task(self, vocab_size: int, num_drafts: int, number: int = 0) -> DraftTask:
+        """What the programs of ``models[number]`` are compiled for."""
         config = self.context.config
         return DraftTask(
             num_drafts, self.uses_features, vocab_size, self.context.vocab_size,
             topk=config.speculative_eagle_topk or 1, num_steps=config.speculative_num_steps or num_drafts,
         )  # fmt: skip
 
-    def make_draft_runner(self, draft: ModelRunner, step_runner: StepRunner) -> DraftRunner:
-        """Launches the programs of ``draft`` behind those of ``step_runner``."""
-        target = step_runner.runner.model.config
-        num_drafts = step_runner.buckets.verify_tokens[-1] - 1
-        task = self.draft_task(target.vocab_size, num_drafts)
-        num_features = len(self.feature_points) * target.hidden_size
+    def make_draft_runner(self, draft: ModelRunner, step_runner: StepRunner, number: int = 0) -> DraftRunner:
+        """Launches the programs of ``draft``, which has ``models[number]``, behind those of ``step_runner``."""
+        task = self._task(step_runner, number)
         return self.runner_class(
-            draft, step_runner.buckets, step_runner.on_late_compile, task, num_features, self.context.dtype
+            draft, step_runner.buckets, step_runner.on_late_compile, task, *self._features(step_runner)
         )
+
+    def _task(self, step_runner: StepRunner, number: int) -> DraftTask:
+        vocab_size = step_runner.runner.model.config.vocab_size
+        return self.draft_task(vocab_size, step_runner.buckets.verify_tokens[-1] - 1, number)
+
+    def _features(self, step_runner: StepRunner) -> tuple[int, Any]:
+        """How many numbers per token the target's programs hand over, and their dtype."""
+        return len(self.feature_points) * step_runner.runner.model.config.hidden_size, self.context.dtype

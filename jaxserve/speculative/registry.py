@@ -13,16 +13,19 @@ from jaxserve.core.errors import ConfigError
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
 from jaxserve.speculative.dflash import DflashAlgorithm
 from jaxserve.speculative.eagle import Eagle3Algorithm, EagleAlgorithm
+from jaxserve.speculative.multi_layer_eagle import MultiLayerEagleAlgorithm
 from jaxserve.speculative.ngram import NgramAlgorithm
 from jaxserve.speculative.standalone import StandaloneAlgorithm
 
 ENTRY_POINTS = "jaxserve.speculative_algorithms"
 _BUILT_IN: dict[str, type[SpeculativeAlgorithm]] = {
     algorithm.name: algorithm
-    for algorithm in (NgramAlgorithm, EagleAlgorithm, Eagle3Algorithm, StandaloneAlgorithm, DflashAlgorithm)
-}
-# Names users of other engines know; they must not come to mean something else.
-_RESERVED = ("NONE", "NEXTN", "MTP")
+    for algorithm in (
+        NgramAlgorithm, EagleAlgorithm, Eagle3Algorithm, StandaloneAlgorithm, MultiLayerEagleAlgorithm, DflashAlgorithm,
+    )
+}  # fmt: skip
+_BUILT_IN["NEXTN"] = MultiLayerEagleAlgorithm  # what other engines call it
+_RESERVED = ("NONE",)  # what users of other engines would take for no algorithm
 _registered: dict[str, type[SpeculativeAlgorithm]] = {}
 _numbers = itertools.count(1)
 _OLD_GATE = "is_last_shared_read_phase"

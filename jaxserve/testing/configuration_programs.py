@@ -130,8 +130,9 @@ class ConfigurationPrograms:
         self._runners: list[PhaseRunner] = [step_runner]
         if isinstance(algorithm, DraftModelAlgorithm):
             kv = algorithm.kv_layout(self._kv.num_pages, config.page_size)
-            draft: Any = SimpleNamespace(**vars(runner) | {"model": algorithm.draft, "kv": kv})
-            self._runners.append(algorithm.make_draft_runner(draft, step_runner))
+            for number, draft_model in enumerate(algorithm.models):
+                draft: Any = SimpleNamespace(**vars(runner) | {"model": draft_model, "kv": kv})
+                self._runners.append(algorithm.make_draft_runner(draft, step_runner, number))
 
     def programs(self) -> list[Program]:
         """All of them: of each runner preps first, then steps, each as the engine orders them."""
