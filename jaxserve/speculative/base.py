@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.step_program import CHAIN, DraftForm
@@ -19,6 +20,14 @@ from jaxserve.runner.worker import TargetWorker
 from jaxserve.text.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 8
+
+
+def refuse_draft_model_settings(config: EngineConfig, why: str) -> None:
+    """Raises ConfigError if a setting of draft models is given where it would not be looked at."""
+    for name in ("draft_model_path", "num_steps", "eagle_topk"):
+        if getattr(config, f"speculative_{name}") is not None:
+            flag = f"--speculative-{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} is for draft models, and {why}; leave it out")
 
 
 class Proposals(NamedTuple):
@@ -85,6 +94,7 @@ class SpeculativeAlgorithm(ABC):
         Raises:
             ConfigError: settings it cannot work with.
         """
+        refuse_draft_model_settings(config, f"{cls.name or cls.__name__} has none")
         if config.speculative_num_draft_tokens is not None:
             return config
         return dataclasses.replace(config, speculative_num_draft_tokens=DEFAULT_DRAFT_TOKENS)

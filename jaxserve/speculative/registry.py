@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
-from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
+from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm, refuse_draft_model_settings
 from jaxserve.speculative.dflash import DflashAlgorithm
 from jaxserve.speculative.eagle import Eagle3Algorithm, EagleAlgorithm
 from jaxserve.speculative.multi_layer_eagle import MultiLayerEagleAlgorithm
@@ -107,7 +107,10 @@ def settled(config: EngineConfig) -> EngineConfig:
         ConfigError: an unknown name, or settings the algorithm cannot work with.
     """
     name = config.speculative_algorithm
-    return config if name is None else find_algorithm(name).settled(config)
+    if name is None:
+        refuse_draft_model_settings(config, "there is no --speculative-algorithm")
+        return config
+    return find_algorithm(name).settled(config)
 
 
 def make_algorithm(context: AlgorithmContext) -> SpeculativeAlgorithm | None:

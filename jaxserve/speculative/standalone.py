@@ -7,6 +7,8 @@ from pathlib import Path
 
 from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.loading.checkpoint import open_checkpoint, open_model_config
+from jaxserve.models.loading.draft import check_kind
+from jaxserve.models.loading.draft_files import open_draft_files
 from jaxserve.models.loading.weights import LoadedModel, abstract_model, dummy_model, load_model
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ class StandaloneAlgorithm(DraftModelAlgorithm):
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
         config = self.context.config
         path = self._path()
+        check_kind(open_draft_files(path), self.name)
         checkpoint = open_checkpoint(path)
         draft = checkpoint.model_config
         if checkpoint.tokenizer.vocab_size != tokenizer.vocab_size:

@@ -69,6 +69,7 @@ def test_unknown_and_unavailable_names_differ():
     ("settings", "message"),
     [
         ({"speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens"),
+        ({"speculative_eagle_topk": 0}, "--speculative-eagle-topk"),
         ({"speculative_ngram_fence": "fine"}, "--speculative-ngram-fence must be coarse or relay, got 'fine'"),
         ({"speculative_ngram_min_bfs_breadth": 3}, "--speculative-ngram-min-bfs-breadth"),
         ({"speculative_ngram_max_trie_depth": 12}, "--speculative-ngram-max-trie-depth"),
@@ -87,3 +88,30 @@ def test_trees_need_a_backend_that_can(tiny_model, monkeypatch):
     settings = {"attention_backend": "chains-only", "speculative_algorithm": "NGRAM", "context_length": 64}
     with pytest.raises(ConfigError, match="only verifies chains"):
         Engine(EngineConfig(model=str(tiny_model), speculative_ngram_max_bfs_breadth=4, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"speculative_draft_model_path": "x"}, "--speculative-draft-model-path is for draft models, and there is no"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 2}, "--speculative-num-steps .* NGRAM has none"),
+        ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 needs a draft model; name it with --spec"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "x", "speculative_num_steps": 2,
+             "speculative_num_draft_tokens": 5},
+            r"--speculative-num-draft-tokens must be --speculative-num-steps \+ 1, 3, got 5",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2,
+             "speculative_num_draft_tokens": 40},
+            r"must be in \[4, 11\] with --speculative-num-steps 3 and --speculative-eagle-topk 2, got 40",
+        ),
+        (
+            {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "x", "speculative_num_steps": 2},
+            "DFLASH drafts a block in one step",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_draft_models_that_cannot_work(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.settled(EngineConfig(**settings))

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_plain_decoding(
             points.delay(point, microseconds)
         assert run(engine, "sampled", params=SAMPLED) == sampled_tokens
         figures = engine.scheduler.speculation.figures
-        assert figures.num_accepted > 10, "nothing is known of what happens when a draft holds"
+        assert figures.num_accepted > 5, "nothing is known of what happens when a draft holds"
         assert figures.acceptance_rate < 1.0 or algorithm == "STANDALONE"
         assert poison.num_poisoned > 20
         if "few pages" in configuration:

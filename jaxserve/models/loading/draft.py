@@ -73,7 +73,7 @@ def load_draft(path: str | Path, algorithm: str, target: LoadedModel, dtype: Any
             f"{', '.join((*_KINDS, 'STANDALONE'))}"
         )
     files = open_draft_files(Path(path))
-    _check_kind(files, algorithm)
+    check_kind(files, algorithm)
     if algorithm == "STANDALONE":
         return _load_standalone(files.path, target, dtype)
     try:
@@ -90,7 +90,7 @@ def abstract_draft(path: str | Path, algorithm: str, target: LoadedModel, dtype:
         ModelLoadError: as ``load_draft``, as far as its configuration goes.
     """
     files = open_draft_files(Path(path))
-    _check_kind(files, algorithm)
+    check_kind(files, algorithm)
     draft = read_draft_config(files, target.config)
     graphdef, treedef, wanted = abstract_parameters(_KINDS[algorithm].model_class, draft, dtype)
     return LoadedModel(graphdef, treedef, list(wanted.values()), draft.decoder)  # type: ignore[arg-type]
@@ -117,7 +117,8 @@ def default_draft_path(algorithm: str) -> Path:
     )
 
 
-def _check_kind(files: DraftFiles, algorithm: str) -> None:
+def check_kind(files: DraftFiles, algorithm: str) -> None:
+    """Raises ModelLoadError if the checkpoint is of another kind than the algorithm wants."""
     if files.kind == algorithm:
         return
     if files.kind == "STANDALONE":
