@@ -50,6 +50,11 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
         return dataclasses.replace(RELAYED_CHAIN, is_tree=(config.speculative_eagle_topk or 1) > 1)
 
     @classmethod
+    def default_steps(cls, config: EngineConfig) -> int:
+        """Drafts in a row where nobody says how many."""
+        return DEFAULT_STEPS
+
+    @classmethod
     def settled(cls, config: EngineConfig) -> EngineConfig:
         if config.speculative_draft_model_path is None:
             raise ConfigError(f"{cls.name} needs a draft model; name it with --speculative-draft-model-path")
@@ -57,7 +62,7 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
             return cls._settled_tree(config)
         steps, tokens = config.speculative_num_steps, config.speculative_num_draft_tokens
         if steps is None:
-            steps = DEFAULT_STEPS if tokens is None else tokens - 1
+            steps = cls.default_steps(config) if tokens is None else tokens - 1
         if tokens is None:
             tokens = steps + 1
         if tokens != steps + 1:
@@ -72,7 +77,8 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
 
     @classmethod
     def _settled_tree(cls, config: EngineConfig) -> EngineConfig:
-        topk, steps = config.speculative_eagle_topk or 1, config.speculative_num_steps or DEFAULT_STEPS
+        topk = config.speculative_eagle_topk or 1
+        steps = config.speculative_num_steps or cls.default_steps(config)
         if not cls.drafts_trees:
             raise ConfigError(f"{cls.name} drafts chains only: leave out --speculative-eagle-topk {topk}")
         most = 1 + topk + (steps - 1) * topk * topk

@@ -9,6 +9,8 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.draft import FINAL
 from jaxserve.models.loading.draft import abstract_draft, default_draft_path, load_draft
+from jaxserve.models.loading.draft_config import trained_steps_of
+from jaxserve.models.loading.draft_files import open_draft_files
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
@@ -34,6 +36,10 @@ class HeadAlgorithm(DraftModelAlgorithm):
         path = config.speculative_draft_model_path
         assert path is not None
         return default_draft_path(cls.name) if path == "default" else Path(path).expanduser()
+
+    @classmethod
+    def default_steps(cls, config: EngineConfig) -> int:
+        return trained_steps_of(open_draft_files(cls.head_path(config))) or super().default_steps(config)
 
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
         self.draft = load_draft(self.head_path(self.context.config), self.name, target, self.context.dtype)

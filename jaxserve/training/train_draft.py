@@ -124,7 +124,8 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
     _train(trainer, train_rows, settings, quiet, until)
     if trainer.step < trainer.total_steps:
         return {"step": trainer.step}
-    save_draft(output, trainer.draft(), jnp.bfloat16)
+    steps = settings.draft_steps if settings.algorithm == "EAGLE3" else None
+    save_draft(output, trainer.draft(), jnp.bfloat16, trained_steps=steps)
     report = {
         "algorithm": settings.algorithm,
         "model": checkpoint.name,

@@ -44,7 +44,10 @@ NGRAM = {
     "speculative_adaptive": False,
 }  # fmt: skip
 CONFIGURATIONS = [(name, page_size, settings) for name, settings in BACKENDS.items() for page_size in (16, 1)]
-CONFIGURATIONS += [("NGRAM", 16, NGRAM)]
+EAGLE3 = {
+    "attention_backend": "native", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default",
+}  # fmt: skip
+CONFIGURATIONS += [("NGRAM", 16, NGRAM), ("EAGLE3", 16, EAGLE3)]
 
 
 class Outside(XlaBackend):

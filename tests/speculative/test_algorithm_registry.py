@@ -103,7 +103,7 @@ def test_trees_need_a_backend_that_can(tiny_model, monkeypatch):
         ),
         (
             {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "x", "speculative_eagle_topk": 2,
-             "speculative_num_draft_tokens": 40},
+             "speculative_num_steps": 3, "speculative_num_draft_tokens": 40},
             r"must be in \[4, 11\] with --speculative-num-steps 3 and --speculative-eagle-topk 2, got 40",
         ),
         (

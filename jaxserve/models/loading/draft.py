@@ -22,7 +22,7 @@ from jaxserve.models.draft import FINAL, DraftConfig, target_ids_of
 from jaxserve.models.eagle import EagleModel, eagle_tensors, eagle_weight_map
 from jaxserve.models.eagle3 import Eagle3Model, default_feature_points, eagle3_tensors, eagle3_weight_map
 from jaxserve.models.loading.checkpoint import open_checkpoint
-from jaxserve.models.loading.draft_config import ARCHITECTURES, read_draft_config, write_draft_config
+from jaxserve.models.loading.draft_config import ARCHITECTURES, TRAINED_STEPS, read_draft_config, write_draft_config
 from jaxserve.models.loading.draft_files import KINDS, DraftFiles, open_draft_files
 from jaxserve.models.loading.weights import (
     IGNORED_SUFFIX,
@@ -339,11 +339,12 @@ def _default_points(algorithm: str, num_target_layers: int, num_layers: int) -> 
     return tuple(FINAL if point == num_target_layers else point for point in points)
 
 
-def save_draft(path: str | Path, draft: LoadedModel, dtype: Any = None) -> None:
+def save_draft(path: str | Path, draft: LoadedModel, dtype: Any = None, *, trained_steps: int | None = None) -> None:
     """Writes a draft as a folder that ``load_draft`` and other engines read: ``config.json``, ``model.safetensors``.
 
     Args:
         dtype: of the weights on disk; by default as they are.
+        trained_steps: guesses in a row it was trained for; served with as many, unless told otherwise.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -361,4 +362,7 @@ def save_draft(path: str | Path, draft: LoadedModel, dtype: Any = None) -> None:
     partial = path / "model.safetensors.partial"
     save_file(arrays, partial, metadata={"format": "pt"})
     partial.replace(path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(write_draft_config(config), indent=2) + "\n", encoding="utf-8")
+    written = write_draft_config(config)
+    if trained_steps is not None:
+        written[TRAINED_STEPS] = trained_steps
+    (path / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

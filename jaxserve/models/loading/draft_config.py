@@ -12,6 +12,7 @@ from jaxserve.models.draft import FINAL, DraftConfig
 from jaxserve.models.eagle3 import default_feature_points
 from jaxserve.models.loading.draft_files import DraftFiles
 
+TRAINED_STEPS = "speculative_num_steps"  # key of config.json
 ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3", "DFLASH": "DFlashDraftModel"}
 
 
@@ -122,6 +123,22 @@ def block_size_of(files: DraftFiles) -> int:
         source = files.path / "config.json"
         raise ModelLoadError(f"{source}: block_size must be an integer >= 2, got {block_size!r}")
     return block_size
+
+
+def trained_steps_of(files: DraftFiles) -> int | None:
+    """Guesses in a row a head was trained for, where its configuration says it: ours, or *speculators*'.
+
+    Raises:
+        ModelLoadError: it says something else than an integer in 1 .. 63.
+    """
+    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    steps = files.config.get(TRAINED_STEPS, methods[0].get("speculative_tokens"))
+    if steps is None:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 63:
+        source = files.path / "config.json"
+        raise ModelLoadError(f"{source}: guesses in a row must be an integer in 1 .. 63, got {steps!r}")
+    return steps
 
 
 def write_draft_config(draft: DraftConfig) -> dict[str, Any]:
