@@ -61,7 +61,7 @@ class Poison:
     def _poisoned_apply(self, launch: Any) -> None:
         self._apply(launch)
         self.num_poisoned += 1
-        if self._future is not None:
+        if self._future is not None and "draft_tokens" in self._garbage:  # drafts may never lie in rows
             drafts = self._garbage["draft_tokens"]
             for sequence, slot in zip(launch.batch.owners, launch.batch.slots, strict=True):
                 future = self._future(sequence.token_ids)[: drafts.shape[1]]
