@@ -159,8 +159,10 @@ def _live_drafts(config: EngineConfig) -> str | None:
 def _speculation(config: EngineConfig) -> str:
     if config.speculative_algorithm is None:
         return "off"
-    from jaxserve.speculative.registry import find_algorithm
+    from jaxserve.speculative.registry import find_algorithm, settled
 
+    config = settled(config)
+    assert config.speculative_algorithm is not None
     algorithm = find_algorithm(config.speculative_algorithm)
     drafts = "trees" if algorithm.draft_form(config).is_tree else "chains"
     pace = "adaptive" if config.speculative_adaptive else "not adaptive"
