@@ -1,5 +1,5 @@
 # make serve    sets everything up and serves the default model   (PORT=8000 MODEL=default ARGS="--max-running-requests 16")
-# make test     sets everything up and runs the tests             (ARGS="-k barrier -x")
+# make test     sets everything up and runs the tests             (ARGS="-k barrier -x" JOBS=1)
 # make lint     ruff and mypy
 # make sanitize builds csrc with its C++ tests under Thread-, Address- and UndefinedBehaviorSanitizer and runs them;
 #               mistakes planted in it must be reported   (ARGS="--twin cpu --sanitizer thread")
@@ -13,6 +13,8 @@ PYTHON ?= python3
 PORT ?= 8000
 MODEL ?= default
 ARGS ?=
+# Test files that run beside each other. Most of their time goes into compiling, on one core each; memory: some 2 GB each.
+JOBS ?= 2
 VENV ?= .venv
 # The peer of `make bench`: any interpreter that has torch, transformers and safetensors.
 PEERS_VENV ?= .venv-peers
@@ -35,7 +37,7 @@ serve: $(INSTALLED)
 	$(BIN)/jaxserve serve --model "$(MODEL)" --port $(PORT) $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # In build/sanitize; only what has changed is compiled anew. The interpreter is the one with jaxlib: its FFI headers.
 sanitize: $(INSTALLED)
