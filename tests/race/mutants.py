@@ -33,8 +33,8 @@ from jaxserve.testing.poison import Poison
 
 VERIFICATION = Path(__file__).parents[2] / "verification"
 
-# Mutants whose wrong rows may be so wrong that something refuses them, and how it says so: the snapshot; or the sampler,
-# when a sampling row that nobody has written divides by a penalty of 0.
+# Mutants whose wrong rows may be so wrong that something refuses them, and how it says so: the snapshot; or the
+# sampler, when a sampling row that nobody has written divides by a penalty of 0.
 LOUD = {
     "staging_rewritten_early": r"row id \d+ at position \d+ is outside a table",
     "writes_not_awaited": r"logits that are not numbers",
