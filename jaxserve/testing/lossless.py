@@ -71,13 +71,13 @@ def ways_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
     if name is not None:
         # Adaptive speculation may find that drafts do not pay and verify none.
         drafting = REFERENCE | {"speculative_algorithm": name, "speculative_adaptive": False}
+        ways[name] = drafting
+        if not find_algorithm(name).draft_form(config).is_relayed:  # a draft model drafts at its one pace
+            ways[f"{name}, adaptive"] = drafting | {"speculative_adaptive": True}
         ways |= {
-            name: drafting,
             f"{name}, overlap off": drafting | overlap_off,
             f"{name}, coarse": drafting | coarse,
         }
-        if not find_algorithm(name).draft_form(config).is_relayed:  # a draft model drafts at its one pace
-            ways[f"{name}, adaptive"] = drafting | {"speculative_adaptive": True}
         if name.upper() == "NGRAM":
             other = "relay" if config.speculative_ngram_fence == "coarse" else "coarse"
             ways[f"{name}, its fence {other}"] = drafting | {"speculative_ngram_fence": other}

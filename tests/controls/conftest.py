@@ -44,7 +44,7 @@ def wanted(loaded: LoadedModel) -> list[tuple[Case, list[int]]]:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prophets(wanted: list[tuple[Case, list[int]]]) -> Iterator[None]:
     """Algorithms that draft what is right, now and then."""
     with registered([[*case.prompt, *output] for case, output in wanted]):

@@ -43,7 +43,14 @@ NGRAM = {
     "attention_backend": "native", "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4,
     "speculative_adaptive": False,
 }  # fmt: skip
-CONFIGURATIONS = [(name, page_size, settings) for name, settings in BACKENDS.items() for page_size in (16, 1)]
+# Every backend is compared with the oracle on tiny models, too; the others here take minutes.
+OFTEN = (("native", 16), ("native", 1), ("xla", 1), ("xla-live", 16))
+CONFIGURATIONS = [
+    (name, page_size, settings)
+    for name, settings in BACKENDS.items()
+    for page_size in (16, 1)
+    if FULL or (name, page_size) in OFTEN
+]
 EAGLE3 = {
     "attention_backend": "native", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default",
 }  # fmt: skip
@@ -112,8 +119,9 @@ def test_greedy_output_equals_the_reference(llm, overlap, coarse):
         assert kinds == {"coarse"}
     elif engine.scheduler.speculation is None:
         assert "fine" in kinds
-    else:  # verify steps get the coarse fence, and there may be no others
-        assert ("coarse", "ngram") in barrier.counts
+    else:  # there may be none but verify steps
+        is_ngram = engine.scheduler.speculation.algorithm.name == "NGRAM"
+        assert (("coarse", "ngram") if is_ngram else ("fine", "marker")) in barrier.counts
         assert engine.scheduler.speculation.figures.num_accepted > 20
     engine.scheduler.check_integrity()
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable

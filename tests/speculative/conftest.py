@@ -34,7 +34,7 @@ def right_tokens(tiny_model: Path) -> list[list[int]]:
     return [greedy_full_recompute(loaded, prompt, output) for prompt, output in workload()]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def prophets(right_tokens) -> Iterator[None]:
     """Algorithms that draft what is right, now and then."""
     with registered([prompt + output for (prompt, _), output in zip(workload(), right_tokens, strict=True)]):
