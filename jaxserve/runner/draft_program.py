@@ -218,6 +218,14 @@ class DraftPass:
         hidden = self._model(tokens.reshape(-1), positions.reshape(-1), *own, attend)
         return hidden.reshape(batch, queries, -1), keys, values
 
+    def extend(self, pool: PagedKV, lengths: jax.Array, counts: jax.Array, tokens: jax.Array,
+               features: jax.Array | None) -> tuple[jax.Array, PagedKV]:  # fmt: skip
+        """The state [B, H] at the last of the first ``counts`` int32[B] tokens, and the pool with the KV of those."""
+        hidden, keys, values = self(pool, lengths, tokens, features)
+        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]
+        pages, offsets = self._metadata.write_pages, self._metadata.write_offsets
+        return state, pool.write(keys, values, pages, offsets, after=read_sign(state))
+
 
 def ids_of(model: Any) -> jax.Array | None:
     """The target's id of each draft id, int32[draft vocabulary]; None where they are the same."""
@@ -245,17 +253,45 @@ def end_of(key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.
     return jnp.zeros(1, jnp.uint32)
 
 
+def chain_from(
+    forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
+    position: jax.Array, task: DraftTask,
+) -> jax.Array:  # fmt: skip
+    """Drafts one after the other, int32[B, D].
+
+    Args:
+        state: [B, H], the draft model's state at the newest token.
+        lengths: int32[B], entries of the draft model before the first draft.
+        position: int32[B], where the first draft will stand.
+    """
+    drafts: list[jax.Array] = []
+    states: list[jax.Array] = []
+    for depth in range(task.num_drafts):
+        drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model)))
+        if depth + 1 == task.num_drafts:
+            break
+        states.append(state)
+        features = jnp.stack(states, 1) if task.uses_features else None
+        hidden, _, _ = forward(pool, lengths, jnp.stack(drafts, 1), features)
+        state = hidden[:, -1]
+    return jnp.stack(drafts, 1)
+
+
 def make_draft_program(
     key: ProgramKey,
     backend: AttentionBackend,
     bind: Callable[[list[jax.Array]], Any],
     windows: tuple[int | None, ...],
     task: DraftTask,
+    drafts_from: Callable[..., jax.Array] = chain_from,
 ) -> Callable:
     """The draft program.
 
     ``draft(leaves, pool, drafted, ticket, tables, inputs, private, handover) -> DraftOutputs``, with pool and drafted
     donated. Its shape is that of the target's program; mode EXTEND behind a prompt chunk, else DRAFT_EXTEND.
+
+    Args:
+        drafts_from: what is drafted, see ``chain_from``: a row of the relay for each row of the batch.
     """
 
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
@@ -267,23 +303,9 @@ def make_draft_program(
 
         tokens, features = entries_of(task, model, handover)
         lengths, counts = task.span(handover)
-        hidden, keys, values = forward(pool, lengths, tokens, features)
-        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
-        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
-
-        lengths = lengths + counts
+        state, pool = forward.extend(pool, lengths, counts, tokens, features)
         position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
-        drafts: list[jax.Array] = []
-        states: list[jax.Array] = []
-        for depth in range(task.num_drafts):
-            drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model)))
-            if depth + 1 == task.num_drafts:
-                break
-            states.append(state)
-            features = jnp.stack(states, 1) if task.uses_features else None
-            hidden, _, _ = forward(pool, lengths, jnp.stack(drafts, 1), features)
-            state = hidden[:, -1]
-        chosen = jnp.stack(drafts, 1)
+        chosen = drafts_from(forward, model, pool, rows, state, lengths + counts, position, task)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)
         end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)

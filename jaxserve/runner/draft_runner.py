@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from jaxserve.runner.program_arguments import (
 )
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import HostInputs, ProgramKey, RowSource
-from jaxserve.runner.tree_draft_program import make_tree_draft_program
+from jaxserve.runner.tree_draft_program import tree_from
 
 
 class DraftRunner(PhaseRunner):
@@ -42,7 +43,7 @@ class DraftRunner(PhaseRunner):
     """
 
     kind = "draft"
-    make_program = staticmethod(make_draft_program)
+    make_program: ClassVar[Callable[..., Callable]] = staticmethod(make_draft_program)
 
     def __init__(self, runner: ModelRunner, buckets: Buckets, on_late_compile: Callable[[str], None], task: DraftTask,
                  num_features: int, features_dtype: Any):  # fmt: skip
@@ -92,7 +93,9 @@ class DraftRunner(PhaseRunner):
         return launch.handover, (launch.number,)
 
     def _maker(self) -> Callable[..., Callable]:
-        return self.make_program if self.task.topk == 1 else make_tree_draft_program
+        if self.task.topk == 1:
+            return self.make_program
+        return functools.partial(make_draft_program, drafts_from=tree_from)
 
     def _key(self, shape: StepShape, source: RowSource) -> ProgramKey:
         config = self.runner.config

@@ -36,7 +36,6 @@ from jaxserve.runner.draft_program import (
     entries_of,
     given_rows,
     ids_of,
-    read_sign,
 )
 from jaxserve.runner.handover import Handover
 from jaxserve.runner.step_program import HostInputs, ProgramKey
@@ -106,9 +105,7 @@ def make_layer_draft_program(
         tokens, features = entries_of(task, model, whole)
         start, counts = task.span(handover)
         forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
-        hidden, keys, values = forward(pool, start, tokens, features)
-        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
-        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
+        state, pool = forward.extend(pool, start, counts, tokens, features)
 
         position = handover.lengths + handover.counts + 1 + task.layer
         drafts = choose(model.logits(state), rows, position, task, ids_of(model))[:, None]

@@ -8,29 +8,20 @@ continues, and ties go to the node found first, so no node is chosen without its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.attention.base import AttentionBackend, StepMetadata, StepRows, Tree
+from jaxserve.attention.base import StepRows, Tree
 from jaxserve.attention.paged_kv import PagedKV
-from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.draft_program import (
-    DraftOutputs,
     DraftPass,
     DraftTask,
-    end_of,
-    entries_of,
-    given_rows,
     ids_of,
-    read_sign,
 )
-from jaxserve.runner.handover import Handover
 from jaxserve.runner.sampler import filtered_logits, gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
-from jaxserve.runner.step_program import HostInputs, ProgramKey
 
 
 class Found(NamedTuple):
@@ -127,32 +118,10 @@ def grown(
     return found
 
 
-def make_tree_draft_program(
-    key: ProgramKey,
-    backend: AttentionBackend,
-    bind: Callable[[list[jax.Array]], Any],
-    windows: tuple[int | None, ...],
-    task: DraftTask,
-) -> Callable:
-    """As ``make_draft_program``; ``drafted`` int32[slots + 1, 2 D] holds D tokens and then their parents."""
-
-    def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
-              private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
-        rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
-        used: set[tuple[int, str]] | None = set() if key.noted else None
-        model = bind(leaves)
-        forward = DraftPass(key, backend, model, windows, rows, metadata, tables[1], used)
-        tokens, features = entries_of(task, model, handover)
-        lengths, counts = task.span(handover)
-        hidden, keys, values = forward(pool, lengths, tokens, features)
-        state = jnp.take_along_axis(hidden, counts[:, None, None] - 1, 1)[:, 0]  # [B, H]
-        pool = pool.write(keys, values, metadata.write_pages, metadata.write_offsets, after=read_sign(state))
-        position = handover.lengths + handover.counts + 1  # of the first drafts: behind the newest token
-        found = grown(forward, model, pool, rows, state, lengths + counts, position, task)
-        chosen = jnp.concatenate(chosen_tree(found, task.num_drafts), 1)
-        slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
-        drafted = drafted.at[slots].set(chosen)
-        end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)
-        return DraftOutputs(pool, drafted, chosen, end)
-
-    return draft
+def tree_from(
+    forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
+    position: jax.Array, task: DraftTask,
+) -> jax.Array:  # fmt: skip
+    """As ``chain_from``: int32[B, 2 D], D drafts and then their parents."""
+    found = grown(forward, model, pool, rows, state, lengths, position, task)
+    return jnp.concatenate(chosen_tree(found, task.num_drafts), 1)
