@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxserve.training.settings import ALGORITHMS, TrainSettings, flag_of
 
 _HELP = {
     "num_layers": "layers of the draft",
     "intermediate_size": "width of its MLP (default: the model's)",
+    "target_layers": "layers of the model whose outputs the draft is given, such as 1,14,26 "
+    "(default: the algorithm's usual ones)",
     "draft_vocab_size": "token ids it knows, the most frequent; 0: all",
     "sequence_length": "tokens of a training row",
     "batch_rows": "rows of a step",
@@ -54,11 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in dataclasses.fields(TrainSettings):
         if setting.name == "algorithm":
             continue
-        kind = float if isinstance(setting.default, float) else int
-        default = "" if setting.default is None else f" (default {setting.default:g})"
+        kind: Callable[[str], Any] = float if isinstance(setting.default, float) else int
         metavar = "X" if kind is float else "N"
+        if setting.name == "target_layers":
+            kind, metavar = _layers, "N,N"
+        default = "" if setting.default is None else f" (default {setting.default:g})"
         parser.add_argument(flag_of(setting.name), type=kind, default=setting.default, metavar=metavar,
                             help=_HELP[setting.name] + default)  # fmt: skip
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted layer numbers such as 1,14,26, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

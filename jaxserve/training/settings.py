@@ -26,6 +26,8 @@ class TrainSettings:
         weight_decay, clip_norm: of AdamW, and the largest norm of a gradient.
         draft_steps: EAGLE-3: guesses unrolled in training, each fed with the last one's output.
         step_decay: EAGLE-3: weight of each further guess in the loss, relative to the one before.
+        target_layers: layers of the target whose outputs the draft is given, counted from 0; None: the algorithm's
+            usual ones.
         block_size: DFLASH: tokens of a block, the known one included.
         mask_token_id: DFLASH: token that stands for one to be guessed.
         anchors: DFLASH: blocks drawn per row and step.
@@ -38,6 +40,7 @@ class TrainSettings:
     algorithm: str
     num_layers: int = 1
     intermediate_size: int | None = None
+    target_layers: tuple[int, ...] | None = None
     draft_vocab_size: int = 6144
     sequence_length: int = 512
     batch_rows: int = 2
@@ -71,6 +74,10 @@ class TrainSettings:
                 raise ConfigError(f"{flag_of(name)} must be at least {low}, got {getattr(self, name)}")
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise ConfigError(f"--intermediate-size must be at least 1, got {self.intermediate_size}")
+        if self.target_layers is not None and (not self.target_layers or min(self.target_layers) < 0):
+            raise ConfigError(
+                f"--target-layers must be layer numbers from 0 on, such as 1,14,26, got {self.target_layers}"
+            )
         for name in ("epochs", "learning_rate", "clip_norm", "block_decay"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{flag_of(name)} must be a number above 0, got {getattr(self, name)}")
@@ -86,7 +93,8 @@ class TrainSettings:
 
     def as_json(self) -> dict[str, Any]:
         """All of them, for the report and to tell whether a checkpoint belongs to this training."""
-        return asdict(self)
+        layers = self.target_layers
+        return {**asdict(self), "target_layers": None if layers is None else list(layers)}  # as JSON gives it back
 
 
 def flag_of(name: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.assembly import enable_compilation_cache, resolve_model_path
 from jaxserve.engine.llm import LLM
+from jaxserve.models.draft import FINAL
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.draft import init_draft, save_draft
 from jaxserve.models.loading.weights import load_model
@@ -103,6 +104,7 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
         settings.algorithm, target, jnp.float32, num_layers=settings.num_layers,
         intermediate_size=settings.intermediate_size, target_ids=ids, block_size=settings.block_size,
         mask_token_id=settings.mask_token_id, seed=settings.seed,
+        feature_points=_points(settings, target.config.num_layers),
     )  # fmt: skip
     module = draft.bind(draft.leaves)
     points, work = module.feature_points, output / "work"
@@ -153,6 +155,20 @@ def _check_model(settings: TrainSettings, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"--mask-token-id {settings.mask_token_id} is not one of the model's {config.vocab_size} token ids"
         )
+    if settings.target_layers is not None and max(settings.target_layers) >= config.num_layers:
+        raise ConfigError(
+            f"--target-layers {','.join(map(str, settings.target_layers))}: the model has layers 0 to "
+            f"{config.num_layers - 1}"
+        )
+
+
+def _points(settings: TrainSettings, num_target_layers: int) -> tuple[int, ...] | None:
+    """The states the draft is given, by the layers they come out of."""
+    if settings.target_layers is None:
+        return None
+    last = num_target_layers - 1
+    is_dflash = settings.algorithm == "DFLASH"  # whose published layout takes the last layer's output normed
+    return tuple(FINAL if is_dflash and layer == last else layer + 1 for layer in settings.target_layers)
 
 
 def _answers(

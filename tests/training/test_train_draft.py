@@ -17,6 +17,7 @@ from tiny import write_markov, write_tiny
 
 from jaxserve.cli.main import main
 from jaxserve.core.errors import ConfigError
+from jaxserve.models.draft import FINAL
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.draft import init_draft, load_draft
 from jaxserve.models.loading.weights import LoadedModel, load_model
@@ -107,6 +108,16 @@ def test_a_killed_training_ends_with_the_same_weights(
         train(folder, tmp_path)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "DFLASH"])
+def test_the_layers_asked_for_are_read(folder: Path, target: LoadedModel, tmp_path: Path, algorithm: str) -> None:
+    asked = {"target_layers": (0, 1) if algorithm == "DFLASH" else (0,), "epochs": 1.0}
+    train(folder, tmp_path, algorithm, until=5, **asked)
+    train(folder, tmp_path, algorithm, **asked)  # a checkpoint of it is taken up again
+    loaded = load_draft(tmp_path, algorithm, target, jnp.float32)
+    wanted = (1, FINAL) if algorithm == "DFLASH" else (1,)
+    assert loaded.bind(loaded.leaves).feature_points == wanted
+
+
 def test_states_are_computed_once(
     folder: Path, trained: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +199,8 @@ def test_what_cannot_work_is_refused_before_anything_slow(
         train(folder, tmp_path / "out", sequence_length=600)
     with pytest.raises(ConfigError, match="--mask-token-id 260 is not one of the model's 260"):
         train(folder, tmp_path / "out", "DFLASH", mask_token_id=260)
+    with pytest.raises(ConfigError, match="--target-layers 0,2: the model has layers 0 to 1"):
+        train(folder, tmp_path, target_layers=(0, 2))
     with pytest.raises(ConfigError, match="--data-tokens must be at least 1"):
         TextSource((), 0)
     model = shutil.copytree(folder / "model", tmp_path / "model")
