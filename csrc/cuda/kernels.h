@@ -45,6 +45,33 @@ struct GatherRows {
 };
 void launch_gather_rows(const GatherRows& gather, cudaStream_t stream);
 
+constexpr int kAttentionTileRows = 16;  // query rows (query token, head) that one block attends
+
+// Attention of one layer over a sequence's pages and the step's new tokens; see paged_attention_kernel.h. Everything but
+// sinks and partial results is bfloat16 or int32. Row (token, head) of `out` gets
+// softmax(scale * q . keys) . values over what the token sees.
+struct PagedAttention {
+  const uint16_t* q;           // [batch, queries, heads, dim]
+  const uint16_t* new_keys;    // [batch, queries, kv_heads, dim]
+  const uint16_t* new_values;  // likewise
+  const uint16_t* keys;        // [kv_heads, num_pages, page_size, dim], of the layer
+  const uint16_t* values;      // likewise
+  const int32_t* tables;       // [batch, table_width]
+  const int32_t* lengths;      // [batch], context without the new tokens
+  const uint8_t* seen;         // [batch, queries, queries]: whether new token i sees new token j; null: a chain
+  const int32_t* depths;       // [batch, queries]: position behind the context; null: a chain
+  const float* sinks;          // [heads]; null: none
+  uint16_t* out;               // [batch, queries, heads, dim]
+  float* partial;              // [batch, queries, heads, splits, dim + 2]; unused with one split
+  int batch, queries, heads, kv_heads, dim;
+  int num_pages, page_size, table_width;  // page_size: a multiple of 16
+  int splits;
+  int window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
+  float scale;
+};
+// dim: 64, 96, 128, 192 or 256. Two launches, one with a single split.
+void launch_paged_attention(const PagedAttention& attention, cudaStream_t stream);
+
 // Keeps one thread of the device busy this long: a stall of the stream, for tests.
 void launch_spin(int64_t microseconds, cudaStream_t stream);
 

@@ -7,6 +7,7 @@ XLA_FFI_Error* jaxserve_cuda_record_end(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_record_end_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_hold(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_compute_stream(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cuda_paged_attention_bf16(XLA_FFI_CallFrame*);
 }
 
 namespace jaxserve::cuda {
@@ -19,6 +20,7 @@ std::map<std::string, XLA_FFI_Handler*> handlers() {
       {"jaxserve_record_end_graph", jaxserve_cuda_record_end_graph},
       {"jaxserve_hold", jaxserve_cuda_hold},
       {"jaxserve_compute_stream", jaxserve_cuda_compute_stream},
+      {"jaxserve_paged_attention_bf16", jaxserve_cuda_paged_attention_bf16},
   };
 }
 

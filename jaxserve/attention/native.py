@@ -26,13 +26,13 @@ class NativeBackend(XlaBackend):
         window = step.windows[layer] or 0
         kernel = jax.ffi.ffi_call("jaxserve_paged_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
         return kernel(
-            q, k, v, step.pool.data, metadata.block_tables, metadata.lengths, *_tree_operands(step, window),
+            q, k, v, step.pool.data, metadata.block_tables, metadata.lengths, *tree_operands(step, window),
             jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
             layer=np.int64(layer), scale=np.float32(q.shape[-1] ** -0.5), window=np.int64(window),
         )  # fmt: skip
 
 
-def _tree_operands(step: AttentionStep, window: int) -> tuple[jax.Array, jax.Array]:
+def tree_operands(step: AttentionStep, window: int) -> tuple[jax.Array, jax.Array]:
     """Seen new tokens uint8[B, Q, Q] and depths int32[B, Q]; empty for a chain."""
     if step.tree is None:
         return jnp.zeros((0, 0, 0), jnp.uint8), jnp.zeros((0, 0), jnp.int32)

@@ -9,13 +9,15 @@ from importlib.metadata import entry_points
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, no_sinks_text
 from jaxserve.attention.hybrid import HybridBackend
 from jaxserve.attention.native import NativeBackend
+from jaxserve.attention.paged_cuda import PagedCudaBackend, why_not
 from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
+from jaxserve.barrier.native import ffi_platform
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 
 _BUILT_IN: dict[str, Callable[[], AttentionBackend]] = {
-    backend.name: backend for backend in (XlaBackend, XlaLiveBackend, PlannedBackend, NativeBackend)
+    backend.name: backend for backend in (XlaBackend, XlaLiveBackend, PlannedBackend, NativeBackend, PagedCudaBackend)
 }
 _registered: dict[str, Callable[[], AttentionBackend]] = {}
 ENTRY_POINTS = "jaxserve.attention_backends"
@@ -121,6 +123,10 @@ def _make(config: EngineConfig, platform: str, dtype: str) -> AttentionBackend:
         chosen = [child or default for child in children]
     if "native" in chosen and not native_runs:
         raise ConfigError(f"the native backend runs float32 on the CPU, not {dtype} on {platform}; choose xla")
+    if PagedCudaBackend.name in chosen:
+        reason = "this is " + platform if ffi_platform(platform) != "CUDA" else why_not(dtype, config.page_size)
+        if reason is not None:
+            raise ConfigError(f"the paged-cuda backend runs bfloat16 on NVIDIA GPUs: {reason}; choose xla")
     if name != "hybrid":
         return _single(name)
     return HybridBackend(prefill=_single(chosen[0]), decode=_single(chosen[1]))

@@ -44,7 +44,8 @@ def loaded():
     if home is None or not (home / "include" / "cuda_runtime.h").is_file() or shutil.which("g++") is None:
         pytest.skip("needs g++ and the headers of a CUDA toolkit: put nvcc on PATH or set CUDA_HOME")
     module, switches = fake_build.load(fake_build.build(home / "include"))
-    for name in ("snapshot", "snapshot_graph", "record_end", "record_end_graph", "hold", "compute_stream"):
+    names = ["snapshot", "snapshot_graph", "record_end", "record_end_graph", "hold", "compute_stream"]
+    for name in [*names, "paged_attention_bf16"]:
         capsule = jax.ffi.pycapsule(getattr(switches, f"fake_{name}"))
         jax.ffi.register_ffi_target(f"fake_{name}", capsule, platform="cpu")
     return module, switches

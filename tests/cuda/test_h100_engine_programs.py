@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.attention.base import AttentionBackend
+from jaxserve.attention.paged_cuda import PagedCudaBackend
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.barrier.native import native_module
 from jaxserve.core.forward_mode import ForwardMode
@@ -31,12 +33,17 @@ def llama() -> ModelConfig:
 @pytest.mark.parametrize(
     ("mode", "queries"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)], ids=["decode", "verify"]
 )
-def test_engine_programs_read_shared_rows_before_the_marker(cuda_module, mode, queries):
+@pytest.mark.parametrize("backend", [XlaBackend(), PagedCudaBackend("xla")], ids=lambda backend: backend.name)
+def test_engine_programs_read_shared_rows_before_the_marker(
+    cuda_module, mode: ForwardMode, queries: int, backend: AttentionBackend
+):
     native_module("CUDA")
     function, arguments = step_program(
-        llama(), XlaBackend(), mode, batch=8, queries=queries, context_length=512, dtype=jnp.bfloat16
+        llama(), backend, mode, batch=8, queries=queries, context_length=512, dtype=jnp.bfloat16
     )
     text = compile_for_h100(function, *arguments, donate=(1, 2)).as_text()
     assert 'custom_call_target="jaxserve_snapshot"' in text
+    kernels = text.count('custom_call_target="jaxserve_paged_attention_bf16"')
+    assert kernels == (llama().num_layers if backend.name == "paged-cuda" else 0)
     assert uses_after(text, TABLES, "jaxserve_snapshot", concurrent=True) == []
     assert copies_of_shape(text, arguments[1].data.shape) == []

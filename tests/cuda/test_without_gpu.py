@@ -35,6 +35,7 @@ def test_the_module_offers_both_variants_of_the_markers(cuda_module):
         "jaxserve_record_end_graph",
         "jaxserve_hold",
         "jaxserve_compute_stream",
+        "jaxserve_paged_attention_bf16",
     }
 
 

@@ -143,7 +143,7 @@ def test_bad_backends_are_refused():
         register_attention_backend("mine", object)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"must define attend\(\)"):
         register_attention_backend("mine", AttentionBackend)
-    with pytest.raises(ConfigError, match="known are auto, xla, xla-live, planned, native, hybrid"):
+    with pytest.raises(ConfigError, match="known are auto, xla, xla-live, planned, native, paged-cuda, hybrid"):
         make_backend(EngineConfig(attention_backend="flash"), "cpu", "float32")
     with pytest.raises(ConfigError, match="float32 on the CPU"):
         make_backend(EngineConfig(attention_backend="native"), "cpu", "bfloat16")

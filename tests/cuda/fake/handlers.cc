@@ -10,6 +10,7 @@ XLA_FFI_Error* jaxserve_cuda_record_end(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_record_end_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_hold(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_compute_stream(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cuda_paged_attention_bf16(XLA_FFI_CallFrame*);
 }
 
 namespace {
@@ -52,4 +53,5 @@ EXPORT(record_end)
 EXPORT(record_end_graph)
 EXPORT(hold)
 EXPORT(compute_stream)
+EXPORT(paged_attention_bf16)
 }
