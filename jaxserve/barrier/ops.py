@@ -6,7 +6,9 @@ IN_REPLAY backend: XLA cannot look inside it, so no read of a shared row can mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +44,23 @@ def _call(
     return _call_p.bind(*operands, target=target, results=shapes, attributes=tuple(attributes.items()))
 
 
+_graph_channel: contextvars.ContextVar[int | None] = contextvars.ContextVar("graph_channel", default=None)
+
+
+@contextlib.contextmanager
+def markers_in_graph(channel: int) -> Iterator[None]:
+    """While a program is traced: its snapshot and end record may become part of a CUDA graph.
+
+    They use the fixed events of that channel, which must outlive the program. Its ``write_done`` ring must mirror its
+    records, and the host calls ``note_graph_record`` of the others after each launch. Not inside ``cond`` or ``while``.
+    """
+    token = _graph_channel.set(channel)
+    try:
+        yield
+    finally:
+        _graph_channel.reset(token)
+
+
 def snapshot(
     ticket: jax.Array, row_ids: jax.Array, tables: Sequence[jax.Array], *, num_rows: int, widths: Sequence[int]
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -59,13 +78,23 @@ def snapshot(
     """
     results = [jax.ShapeDtypeStruct((num_rows,), jnp.int32)]
     results += [jax.ShapeDtypeStruct((num_rows, w), t.dtype) for t, w in zip(tables, widths, strict=True)]
-    copied_ids, *copies = _call("jaxserve_snapshot", results, ticket, row_ids, *tables)
+    channel = _graph_channel.get()
+    if channel is None:
+        copied_ids, *copies = _call("jaxserve_snapshot", results, ticket, row_ids, *tables)
+    else:
+        copied_ids, *copies = _call(
+            "jaxserve_snapshot_graph", results, ticket, row_ids, *tables, channel=np.int64(channel)
+        )
     return copied_ids, copies
 
 
 def record_end(ticket: jax.Array, *values: jax.Array) -> jax.Array:
     """Records the end of the program once ``values`` are computed. Returns uint32[1] zero."""
-    return _call("jaxserve_record_end", [jax.ShapeDtypeStruct((1,), jnp.uint32)], ticket, *values)[0]
+    result, channel = jax.ShapeDtypeStruct((1,), jnp.uint32), _graph_channel.get()
+    if channel is None:
+        return _call("jaxserve_record_end", [result], ticket, *values)[0]
+    numbered = {"channel": np.int64(channel), "read_done": False}
+    return _call("jaxserve_record_end_graph", [result], ticket, *values, **numbered)[0]
 
 
 def note(ticket: jax.Array, what: str, source: str, *values: jax.Array) -> jax.Array:

@@ -77,6 +77,13 @@ FLAGS = (
     Flag("prefill_attention_backend", str, "prefill child of the hybrid backend", metavar="NAME"),
     Flag("decode_attention_backend", str, "decode child of the hybrid backend", metavar="NAME"),
     Flag(
+        "graph_backend",
+        str,
+        "on a GPU: kernel by kernel (xla) or as CUDA graphs made by XLA (xla-cmdbuf)",
+        choices=("auto", "xla", "xla-cmdbuf", "cuda-graph"),
+    ),
+    Flag("graph_snapshot", str, "where the snapshot is with xla-cmdbuf", choices=("outside", "inside")),
+    Flag(
         "disable_overlap_schedule",
         "switch",
         "collect each step before planning the next",

@@ -10,6 +10,7 @@ from typing import Literal
 from jaxserve.core.errors import ConfigError
 
 MIB = 1 << 20
+GRAPH_BACKENDS = ("auto", "xla", "xla-cmdbuf", "cuda-graph")
 SharedUpdates = Literal["shared", "upload", "functional"]
 
 
@@ -41,6 +42,9 @@ class EngineConfig:
         decode_batch_buckets: compiled decode batch sizes (``--cuda-graph-bs``); None derives powers of two.
         attention_backend: name of a registered backend, or ``"auto"``.
         prefill_attention_backend / decode_attention_backend: children of the ``hybrid`` backend.
+        graph_backend: on a GPU, ``"xla"`` launches kernel by kernel, ``"xla-cmdbuf"`` as CUDA graphs that XLA makes;
+            ``"auto"`` is the latter. ``"cuda-graph"`` is refused, with the reason. On the CPU every one is plain jit.
+        graph_snapshot: ``"outside"`` of the graph, or ``"inside"``; unproven.
         disable_overlap_schedule: collect each step before planning the next.
         force_coarse_war_barrier: always wait for the whole execution instead of the read-done event.
         disable_war_barrier: no barrier at all; unsound, for experiments. Needs ``allow_unsafe``.
@@ -91,6 +95,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     prefill_attention_backend: str | None = None
     decode_attention_backend: str | None = None
+    graph_backend: str = "auto"
+    graph_snapshot: str = "outside"
     disable_overlap_schedule: bool = False
     force_coarse_war_barrier: bool = False
     disable_war_barrier: bool = False
@@ -138,6 +144,10 @@ class EngineConfig:
             raise ConfigError(f"--load-format must be auto or dummy, got {self.load_format!r}")
         if self.shared_updates not in ("shared", "upload", "functional"):
             raise ConfigError(f"shared_updates must be shared, upload or functional, got {self.shared_updates!r}")
+        if self.graph_backend not in GRAPH_BACKENDS:
+            raise ConfigError(f"--graph-backend must be {', '.join(GRAPH_BACKENDS)}, got {self.graph_backend!r}")
+        if self.graph_snapshot not in ("outside", "inside"):
+            raise ConfigError(f"--graph-snapshot must be outside or inside, got {self.graph_snapshot!r}")
         if self.grammar_backend not in (None, "none", "llguidance"):
             raise ConfigError(f"--grammar-backend must be llguidance or none, got {self.grammar_backend!r}")
         if self.grammar_backend == "none":

@@ -24,6 +24,7 @@ from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 from jaxserve.models.loading.default_model import cache_folder, default_model_path
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
 from jaxserve.runner.buckets import make_buckets
+from jaxserve.runner.graph_mode import make_graph_mode
 from jaxserve.runner.model_runner import ModelRunner, plain_relay, relay_with_lengths
 from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
@@ -148,6 +149,7 @@ def assemble(
     model_config = checkpoint.model_config
     dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
     backend = make_backend(config, platform, dtype, model_config.attention_sinks)
+    make_graph_mode(config, platform, backend, channel=0)  # what it refuses is refused before anything slow
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:
         raise ConfigError(

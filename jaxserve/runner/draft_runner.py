@@ -63,6 +63,7 @@ class DraftRunner(PhaseRunner):
             names=DRAFT_ARGUMENTS,
             donate=STEP_DONATES,
             late=on_late_compile,
+            graph=runner.graph,
         )
         self.preps = ProgramCache(
             "draft prep",

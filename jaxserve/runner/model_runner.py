@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.completion import CompletionWatcher
+from jaxserve.runner.graph_mode import make_graph_mode
 from jaxserve.runner.handover import Relay
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class ModelRunner:
         pool, relay: KV pool and what one launch leaves for the next by slot: ``Relay`` of a target model, the drafts
             int32[slots + 1, D] of a draft model, or what holds them. Donated to each launch in turn.
         newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
+        graph: what its programs are compiled and launched with.
         has_marker: whether programs hold the barrier's FFI operations.
     """
 
@@ -62,6 +65,17 @@ class ModelRunner:
         self._make_relay = make_relay
         self._allocate_device_state()
         self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
+        # Markers go into the graphs of the target model alone: drafts are launched with a channel of their own.
+        outside = dataclasses.replace(config, graph_snapshot="outside")
+        try:
+            self.graph = make_graph_mode(
+                config if name == "target" else outside, platform, backend, self.channel.number
+            )
+        except BaseException:
+            self.channel.close()  # it would stay open for ever
+            raise
+        if self.graph.channel is not None:
+            rows.write_done.mirror_for_graphs()
         self.watcher = None if self.has_marker else CompletionWatcher()
 
     def _allocate_device_state(self) -> None:

@@ -185,6 +185,11 @@ class PhaseRunner(ABC):
             pass_fault("launch", f"{self.kind} program")
             with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label, preceding) as operand:
                 outputs = self._call(key, operand, inputs, private, upstream)
+            if source is RowSource.SNAPSHOT and runner.graph.holds_markers(shape.mode):
+                # The graph's records are issued, and know no generations: whoever waits from now on finds these.
+                for event in (read_done if ends is SharedReadEnds.IN_REPLAY else None, step_done):
+                    if event is not None:
+                        event.ring.note_graph_record(event.generation)
             pass_fault("dispatched", f"{self.kind} program")
         except BaseException:
             # Nobody may wait for records that will never come, nor meet this phase's event.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxserve.core.errors import JaxserveError
+from jaxserve.runner.graph_mode import GraphMode
 from jaxserve.runner.step_program import ProgramKey
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class ProgramCache:
         names: what messages call the arguments.
         donate: positions of donated arguments.
         late: called with a label when a program is compiled after warm-up (to count and log it).
+        graph: what programs are compiled with; None: XLA's defaults.
 
     Attributes:
         num_compiled, compile_seconds: programs compiled, or fetched from the persistent cache, and the time that took.
@@ -41,13 +43,15 @@ class ProgramCache:
     """
 
     def __init__(self, kind: str, make: Callable[[ProgramKey], Callable], arguments: Callable[[ProgramKey], tuple],
-                 names: tuple[str, ...], donate: tuple[int, ...], late: Callable[[str], None]):  # fmt: skip
+                 names: tuple[str, ...], donate: tuple[int, ...], late: Callable[[str], None],
+                 graph: GraphMode | None = None):  # fmt: skip
         self.kind = kind
         self._make = make
         self._arguments = arguments
         self._names = names
         self.donate = donate
         self._late = late
+        self.graph = graph or GraphMode()
         self._compiled: dict[ProgramKey, Any] = {}
         self.warm = False
         self.num_compiled = 0
@@ -63,7 +67,7 @@ class ProgramCache:
                 self.num_late += 1
                 self._late(f"{self.kind} {key.label}")
             start = time.monotonic()
-            program = self._compiled[key] = self.lower(key).compile()
+            program = self._compiled[key] = self.lower(key).compile(compiler_options=dict(self.graph.options) or None)
             self.num_compiled += 1
             self.compile_seconds += time.monotonic() - start
         return program
@@ -73,7 +77,8 @@ class ProgramCache:
         function, arguments = self.traceable(key)
         # Unused arguments stay: every program of a kind then takes the same list, and parameter numbers mean the same.
         jitted = jax.jit(function, donate_argnums=self.donate, keep_unused=True)
-        return jitted.lower(*arguments)
+        with self.graph.tracing(key.shape.mode):
+            return jitted.lower(*arguments)
 
     def traceable(self, key: ProgramKey) -> tuple[Callable, tuple]:
         """The function of ``key`` and its abstract arguments, for whoever compiles it for another machine."""

@@ -84,6 +84,7 @@ class StepRunner(PhaseRunner):
             names=STEP_ARGUMENTS,
             donate=STEP_DONATES,
             late=on_late_compile,
+            graph=runner.graph,
         )
         self.preps = ProgramCache(
             "prep",

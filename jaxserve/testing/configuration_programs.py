@@ -25,6 +25,7 @@ from jaxserve.engine.assembly import pool_pages, resolve_model_path
 from jaxserve.models.loading.checkpoint import open_model_config
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.buckets import make_buckets
+from jaxserve.runner.graph_mode import GraphMode
 from jaxserve.runner.phase_runner import PhaseRunner
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import CHAIN, ProgramKey
@@ -121,6 +122,7 @@ class ConfigurationPrograms:
             ),
             config=config,
             has_marker=config.shared_read_marker,
+            graph=GraphMode(),
         )
         self._has_marker = config.shared_read_marker
         step_runner = StepRunner(

@@ -27,6 +27,25 @@ def test_on_is_refused_with_reason_and_remedy(name: str, value: str):
         check_cuda_settings({name: value})
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", "--xla_gpu_graph_enable_concurrent_region",
+     "--xla_gpu_graph_enable_concurrent_region=true"],
+)  # fmt: skip
+def test_flags_that_take_the_order_from_graphs_are_refused(flag: str):
+    with pytest.raises(ConfigError, match=f"^XLA_FLAGS: {flag} lets .*; remove it$"):
+        check_cuda_settings({"XLA_FLAGS": f"--xla_dump_to=x {flag}"})
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--xla_gpu_command_buffer_scheduling_mode=LHS", "--xla_gpu_graph_enable_concurrent_region=false",
+     "--xla_gpu_graph_min_graph_size=3"],
+)  # fmt: skip
+def test_flags_that_keep_the_order_pass(flag: str):
+    check_cuda_settings({"XLA_FLAGS": flag})
+
+
 def test_every_setting_is_named():
     with pytest.raises(ConfigError) as raised:
         check_cuda_settings(dict.fromkeys(SETTINGS, "1"))

@@ -93,7 +93,7 @@ class Build:
         self.flags = [*FLAGS, *self.sanitizer, f"-I{ROOT / 'csrc'}", f"-I{FOLDER}"]
         if twin == "cuda":
             self.sources = [path for path in self.sources if path.name not in CPU_ONLY]
-            self.sources += [FAKE / "runtime.cc", FAKE / "kernels.cc"]
+            self.sources += [FAKE / f"{name}.cc" for name in ("runtime", "kernels", "attention", "emulated_ops")]
             self.flags += ["-DJAXSERVE_CUDA=1", f"-I{FAKE}"]
         self.flags += [f"-isystem{path}" for path in foreign]
 
