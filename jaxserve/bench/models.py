@@ -49,6 +49,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# The sizes of published 8B models.
+COMPARED: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **llama(4096, 14336, 32, 32, 8, 128256),
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-8b": {
+        **llama(4096, 12288, 36, 32, 8, 151936), "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    },
+}  # fmt: skip
+TINY_QWEN3 = MODELS["tiny"] | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
+
+
 def config_of(model: str | Path) -> tuple[str, dict[str, Any]]:
     """Name and ``config.json`` of a checkpoint on disk; its weights are not read.
 

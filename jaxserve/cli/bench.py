@@ -42,6 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ways", type=_commas, metavar="WAY,WAY", help="plain first: plain, NGRAM, relay, EAGLE3, DFLASH"
     )
     _add_common(spec)
+    summary = "how programs reach the device: kernel by kernel, or as graphs, over models and batches"
+    compare = benches.add_parser("compare", help=summary, description=f"Compares {summary}.")
+    compare.set_defaults(parser=compare, bench=run_compare)
+    compare.add_argument("--quick", action="store_true", help="tiny models, seconds on a laptop")
+    compare.add_argument("--models", type=_names, metavar="NAME,NAME", help="only these: llama-3.1-8b, qwen3-8b, "
+                         "tiny, tiny-qwen3, small, medium, smollm2-135m")  # fmt: skip
+    compare.add_argument("--ways", type=_commas, metavar="WAY,WAY", help="xla, xla-cmdbuf, xla-cmdbuf-inside")
+    compare.add_argument("--attention-backend", metavar="NAME", help="a registered backend, or auto")
+    compare.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPU")
+    compare.add_argument("--seed", type=int, metavar="N", help="of the prompts")
+    compare.add_argument("--from", dest="from_file", type=Path, metavar="FILE", help="measure again what this result "
+                         "of an earlier run measured; other flags change it")  # fmt: skip
+    _add_common(compare)
 
 
 def _add_common(bench: argparse.ArgumentParser) -> None:
@@ -110,6 +123,43 @@ def run_spec(arguments: argparse.Namespace) -> None:
 
         draw(found, arguments.plot)
     print(speculation_report.whole(found))
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """``jaxserve bench compare``."""
+    from jaxserve.bench import compare, compare_report, models  # imports jax
+
+    known = {**models.COMPARED, **models.MODELS, "tiny-qwen3": models.TINY_QWEN3}
+    comparison = compare.Comparison()
+    if arguments.from_file is not None:
+        comparison = compare.from_json(_read_json(arguments.from_file))
+    elif arguments.quick:
+        comparison = compare.Comparison(
+            models={name: known[name] for name in ("tiny", "tiny-qwen3")}, batches=(1, 4), max_tokens=24, rounds=2
+        )
+    changes = _given(arguments, ("ways", "attention_backend", "dtype", "seed"))
+    if arguments.models is not None:
+        unknown = [name for name in arguments.models if name not in known]
+        if unknown or not arguments.models:
+            raise ConfigError(f"--models: unknown {', '.join(unknown)}; known are {', '.join(known)}")
+        changes["models"] = {name: known[name] for name in arguments.models}
+    found = compare.measure(dataclasses.replace(comparison, **changes), _say)
+    _write(arguments, found, compare_report.whole)
+    if arguments.plot:
+        from jaxserve.bench.compare_plot import draw
+
+        draw(found, arguments.plot)
+    print(compare_report.summary(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--from {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--from {path}: wanted a result of bench compare")
+    return found
 
 
 def _say(message: str) -> None:

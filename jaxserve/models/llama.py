@@ -95,8 +95,9 @@ class LlamaForCausalLM(nnx.Module):
             h = rms_norm(x, norms[2 * index], eps)
             qkv = linear(h, layer.qkv_proj[...], _value(layer.qkv_bias))
             q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=1)
-            q = apply_rope(q.reshape(num_rows, config.num_heads, config.head_dim), cos, sin)
-            k = apply_rope(k.reshape(num_rows, config.num_kv_heads, config.head_dim), cos, sin)
+            q = q.reshape(num_rows, config.num_heads, config.head_dim)
+            k = k.reshape(num_rows, config.num_kv_heads, config.head_dim)
+            q, k = (apply_rope(heads, cos, sin) for heads in self.before_rope(index, q, k))
             v = v.reshape(num_rows, config.num_kv_heads, config.head_dim)
             attended = attend(index, q, k, v).reshape(num_rows, q_size)
             x = x + linear(attended, layer.o_proj[...], _value(layer.o_bias))
@@ -106,6 +107,10 @@ class LlamaForCausalLM(nnx.Module):
         if observe is not None:
             observe(len(self.layers), x)
         return rms_norm(x, norms[-1], eps)
+
+    def before_rope(self, layer: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a look-alike does to query heads [T, H, D] and key heads [T, KV, D] before rotary embedding: nothing."""
+        return q, k
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: Float[R, hidden] -> Float32[R, vocab]."""

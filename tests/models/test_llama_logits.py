@@ -13,15 +13,17 @@ from flax import nnx
 from oracle import full_attention, full_recompute_logits, greedy_full_recompute, smallest_margin
 from tiny import TINY_PROMPT, write_markov, write_tiny
 
+from jaxserve.core.errors import ModelLoadError
 from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.weights import LoadedModel, dummy_model, load_model
+from jaxserve.models.registry import read_model_config
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 REFERENCE = Path(__file__).parent.parent / "reference"
 
 
-@pytest.mark.parametrize("name", ["gqa", "gqa.gguf", "tied", "llama3_rope", "biases"])
+@pytest.mark.parametrize("name", ["gqa", "gqa.gguf", "tied", "llama3_rope", "biases", "qwen3"])
 def test_logits_equal_transformers(name: str) -> None:
     expected = np.load(FIXTURES / name.removesuffix(".gguf") / "expected.npz")
     loaded = load_model(open_checkpoint(FIXTURES / name), jnp.float32)
@@ -100,3 +102,11 @@ def test_tiny_has_clear_margins_and_feels_its_whole_context(tmp_path: Path) -> N
     assert smallest_margin(loaded, TINY_PROMPT, output) >= 0.01
     changed = greedy_full_recompute(loaded, (7, *TINY_PROMPT[1:]), 24)
     assert changed != output[:24]
+
+
+def test_qwen3_windows_in_old_words_are_refused() -> None:
+    raw = json.loads((FIXTURES / "qwen3" / "config.json").read_text())
+    read_model_config(raw, {}, "config.json")
+    del raw["layer_types"]
+    with pytest.raises(ModelLoadError, match="use_sliding_window without layer_types"):
+        read_model_config({**raw, "use_sliding_window": True, "sliding_window": 64}, {}, "config.json")

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["gqa", "tied", "llama3_rope", "biases"])
+@pytest.mark.parametrize("name", ["gqa", "tied", "llama3_rope", "biases", "qwen3"])
 def test_expected_logits_are_what_transformers_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FIXTURES))
     import make_checkpoints

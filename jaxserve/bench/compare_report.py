@@ -1,0 +1,56 @@
+"""The comparison bench's numbers as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.machine import sentence
+from jaxserve.bench.table import median, table
+
+HEAD = ("model", "batch", "way", "ms a step", "p99", "host ms", "tokens/s", "of bandwidth", "operations",
+        "held up, fine", "coarse", "coarse ms a step", "graph MiB", "compile s")  # fmt: skip
+ABSENT = "-"
+
+
+def whole(found: dict[str, Any]) -> str:
+    """A table per model, what it was measured on, and what was left out."""
+    models = list(dict.fromkeys(cell["model"] for cell in found["cells"]))
+    parts = [table(model, HEAD[1:], [_row(c)[1:] for c in found["cells"] if c["model"] == model]) for model in models]
+    parts.append(_about(found))
+    return "\n".join(parts)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """A short table."""
+    columns = [HEAD.index(name) for name in ("model", "batch", "way", "ms a step", "p99", "host ms", "tokens/s",
+                                             "of bandwidth")]  # fmt: skip
+    rows = [[_row(cell)[i] for i in columns] for cell in found["cells"]]
+    return table("bench compare", [HEAD[i] for i in columns], rows) + "\n" + _about(found)
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    way = cell["way"] if cell["mode"] in cell["way"] else f"{cell['way']} ({cell['mode']})"
+    return [
+        cell["model"], str(cell["batch"]), way, f"{median(cell['step_ms']):.2f}",
+        f"{np.percentile(cell['step_ms'], 99):.2f}", f"{median(cell['host_ms']):.2f}", f"{cell['tokens_per_s']:.0f}",
+        f"{100 * cell['roofline']:.0f} %", str(cell["operations"]), _times(cell["held_up_fine_ms"]),
+        _times(cell["held_up_coarse_ms"]), f"{median(cell['coarse_step_ms']):.2f}",
+        ABSENT if cell["graph_mib"] is None else f"{cell['graph_mib']:.0f}", f"{cell['compile_s']:.1f}",
+    ]  # fmt: skip
+
+
+def _times(values: list[float] | None) -> str:
+    return ABSENT if values is None else f"{median(values):.3f} ms"
+
+
+def _about(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    lines = [
+        f"{machine['device']} ({machine['platform']}), {found['bandwidth'] / 1e9:.0f} GB/s read in the same run. "
+        + sentence(machine) + ".",
+        ", ".join(f"{name} {version}" for name, version in found["versions"].items()) + ".",
+    ]  # fmt: skip
+    lines += [f"left out: {what}: {why}" for what, why in found["left_out"].items()]
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""``jaxserve bench compare``: measures every way on tiny models, and can be run again from its result."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxserve.bench import compare, compare_report
+from jaxserve.bench.compare import Comparison, count_operations, from_json, hlo_hash
+from jaxserve.bench.models import MODELS
+from jaxserve.cli.main import main
+from jaxserve.core.errors import ConfigError
+
+BATCHES, ROUNDS = (1, 2), 1
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    command = ["bench", "compare", "--models", "tiny-qwen3", "--ways", "xla,xla-cmdbuf-inside", "--batches", "1,2",
+               "--rounds", str(ROUNDS), "--tokens", "12", "--seed", "5", "--json", str(folder / "found.json"),
+               "--table", str(folder / "found.md")]  # fmt: skip
+    if importlib.util.find_spec("matplotlib") is not None:
+        command += ["--plot", str(folder / "found.png")]
+    assert main(command) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(files):
+    return json.loads((files / "found.json").read_text())
+
+
+def test_every_batch_was_measured_and_what_the_platform_refuses_is_named(found):
+    assert [(c["model"], c["way"], c["mode"], c["batch"]) for c in found["cells"]] == [
+        ("tiny-qwen3", "xla", "jit", batch) for batch in BATCHES
+    ]
+    [(what, why)] = found["left_out"].items()
+    assert what == "tiny-qwen3, xla-cmdbuf-inside" and "needs CUDA graphs, and this is cpu" in why
+
+
+def test_numbers_are_those_of_steps_that_were_run(found):
+    for cell in found["cells"]:
+        assert min(cell["step_ms"]) > 0
+        assert all(step > host > 0 for step, host in zip(cell["step_ms"], cell["host_ms"], strict=True))
+        assert len(cell["held_up_fine_ms"]) == len(cell["held_up_coarse_ms"]) == len(cell["coarse_step_ms"]) == ROUNDS
+        assert min(cell["held_up_fine_ms"]) > 0
+        assert cell["first_run_s"] > cell["compile_s"] > 0
+        assert cell["operations"] > 10 and cell["roofline"] > 0
+        assert cell["graph_mib"] is None and cell["graph_updates"] is None  # nobody knows here
+    one, two = found["cells"]
+    assert one["hlo"] != two["hlo"]
+    assert found["bandwidth"] > 1e8 and found["versions"]["jax"]
+    assert found["settings"]["seed"] == 5
+
+
+def test_a_result_can_be_measured_again(found, tmp_path, capsys, files):
+    again = from_json(found)
+    assert again.batches == BATCHES and again.max_tokens == 12 and list(again.models) == ["tiny-qwen3"]
+    path = tmp_path / "again.json"
+    arguments = ["bench", "compare", "--from", str(files / "found.json"), "--batches", "2", "--json", str(path)]
+    assert main(arguments) == 0
+    [cell] = json.loads(path.read_text())["cells"]
+    before = found["cells"][1]
+    assert (cell["hlo"], cell["tokens_hash"]) == (before["hlo"], before["tokens_hash"])
+    assert "| tiny-qwen3 | 2 " in capsys.readouterr().out
+
+
+def test_the_tables_show_what_is_absent_as_absent(found, files):
+    text = (files / "found.md").read_text()
+    assert text == compare_report.whole(found)
+    assert "xla (jit)" in text and "left out: tiny-qwen3, xla-cmdbuf-inside:" in text
+    row = next(line for line in text.splitlines() if line.startswith("| 1 "))
+    assert row.split("|")[-3].strip() == "-"  # graph memory
+
+
+def test_pictures_are_drawn(files):
+    pytest.importorskip("matplotlib")
+    assert (files / "found.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ways": ("cuda-graph",)}, "unknown cuda-graph; known are xla, xla-cmdbuf, xla-cmdbuf-inside"),
+        ({"batches": (1, 64), "max_tokens": 32}, "64 sequences need at least 68"),
+        ({"rounds": 0}, "--rounds must be at least 1"),
+        ({"models": {}}, "at least one model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Comparison(**settings)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", '{"bench": "compare", "schema": 99}'])
+def test_other_files_are_refused(tmp_path, content, capsys):
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    assert main(["bench", "compare", "--from", str(path)]) != 0
+    assert "--from" in capsys.readouterr().err
+
+
+def test_rounds_that_disagree_fail(monkeypatch):
+    real = compare.run_greedily
+    runs = []
+
+    def lying(*arguments):
+        run = real(*arguments)
+        runs.append(run)
+        if len(runs) == 3:
+            run.tokens[0][-1] += 1
+        return run
+
+    monkeypatch.setattr(compare, "run_greedily", lying)
+    with pytest.raises(Exception, match="differ between rounds"):
+        compare.measure(Comparison({"tiny": MODELS["tiny"]}, ("xla",), (1,), max_tokens=8, rounds=1))
+
+
+HLO = """\
+HloModule jit_step, is_scheduled=true
+
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %n = f32[2]{0} negate(%p), metadata={op_name="a" source_line=3}
+}
+
+ENTRY %main (x: f32[2]) -> (f32[2], f32[2]) {
+  %x = f32[2]{0} parameter(0)
+  %fusion = f32[2]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="b"}
+  %call.1 = (f32[2]{0}, f32[1]{0}) custom-call(%fusion), custom_call_target="kernel"
+  %gte = f32[2]{0} get-tuple-element(%call.1), index=0
+  ROOT %t = (f32[2]{0}, f32[2]{0}) tuple(%fusion, %gte)
+}
+"""
+
+
+def test_operations_are_those_of_the_entry_that_launch():
+    assert count_operations(HLO) == 2
+
+
+def test_the_hash_is_of_the_program_and_not_of_where_it_came_from():
+    assert hlo_hash(HLO) == hlo_hash(HLO.replace('op_name="b"', 'op_name="elsewhere"'))
+    assert hlo_hash(HLO) != hlo_hash(HLO.replace("negate", "exponential"))
