@@ -68,6 +68,7 @@ def test_every_counter_says_what_clients_got(
     """Mixed traffic: n > 1, aborts while waiting and while running, stop tokens, and too few pages, so that sequences
     are preempted; with NGRAM also verified drafts behind the end of an output."""
     engine = engines(tiny, **(NGRAM if speculates else PLAIN))
+    engine.scheduler.num_preemptions += 5  # of another time: counts begin at the reset
     engine.metrics.reset()
     preempted_before = engine.scheduler.num_preemptions
     witness, rng, collected = Witness(engine, monkeypatch), random.Random(7), Collected()
