@@ -92,7 +92,7 @@ else
 fi
 
 step "machine" machine.txt bash -c describe || { show; exit 1; }
-step "build" build.txt "$PYTHON" setup.py -q build_ext --inplace || { show; exit 1; }
+step "build" build.txt "$PYTHON" -W ignore setup.py -q build_ext --inplace || { show; exit 1; }
 
 if [ -n "$dry" ]; then
     # In a process of its own each: the compiler for the H100 must be set up before anything starts jax.
