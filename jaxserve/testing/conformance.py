@@ -25,7 +25,7 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.program_arguments import STEP_DONATES
 from jaxserve.runner.step_program import ProgramKey, RowSource, make_prep_program, make_step_program
-from jaxserve.testing.conformance_attention import check_attention
+from jaxserve.testing.conformance_attention import HEAD_DIM, check_attention
 from jaxserve.testing.conformance_report import FENCES, ConformanceError, ConformanceReport, Violation
 from jaxserve.testing.conformance_rig import MODES, Outcome, Rig, differ
 from jaxserve.testing.program_report import SNAPSHOT, TABLES, ReadViolation, examine, fence_of, late_reads
@@ -60,6 +60,7 @@ def examine_backend(
     page_sizes: Sequence[int] = PAGE_SIZES,
     dtype: Any = jnp.float32,
     tolerance: float = TOLERANCE,
+    head_dim: int = HEAD_DIM,
 ) -> ConformanceReport:
     """As ``backend_conformance``, but returns what is wrong instead of raising it.
 
@@ -69,6 +70,7 @@ def examine_backend(
         page_sizes: tokens per page that attention is compared for.
         dtype: of weights, KV and queries.
         tolerance: largest difference from the XLA backend's attention.
+        head_dim: of queries, keys and values.
 
     Raises:
         ConfigError: an unknown name, or an extension that is not built.
@@ -79,9 +81,9 @@ def examine_backend(
     given = _instance(backend, dtype)
     suite = _Suite(given, as_registered(given), modes)
     suite.check_answers()
-    rig = Rig(suite.backend, dtype=dtype)
+    rig = Rig(suite.backend, 4 if 4 in page_sizes else min(page_sizes), dtype, head_dim)
     try:
-        suite.violations += check_attention(suite.backend, page_sizes, dtype, tolerance, modes)
+        suite.violations += check_attention(suite.backend, page_sizes, dtype, tolerance, modes, head_dim)
         suite.done("prep and attention against the XLA backend's", f"page sizes {', '.join(map(str, page_sizes))}")
         for mode in modes:
             suite.check_mode(rig, mode)

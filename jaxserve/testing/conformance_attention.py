@@ -48,6 +48,7 @@ class Case:
     num_tokens: int | None  # valid ones of an EXTEND chunk
     parents: tuple[int, ...] = ()  # of drafts that are a tree
     has_sinks: bool = False
+    head_dim: int = HEAD_DIM
 
     @property
     def text(self) -> str:
@@ -73,13 +74,19 @@ def cases(page_sizes: Sequence[int]) -> list[Case]:
 
 
 def check_attention(
-    backend: AttentionBackend, page_sizes: Sequence[int], dtype: Any, tolerance: float, modes: Sequence[ForwardMode]
+    backend: AttentionBackend,
+    page_sizes: Sequence[int],
+    dtype: Any,
+    tolerance: float,
+    modes: Sequence[ForwardMode],
+    head_dim: int = HEAD_DIM,
 ) -> list[Violation]:
     """What differs; nothing for a backend that computes what the XLA backend computes."""
     found: list[Violation] = []
     for case in cases(page_sizes):
         if case.mode not in modes:
             continue
+        case = dataclasses.replace(case, head_dim=head_dim)
         found += _check(backend, case, dtype, tolerance)
         if case.mode is ForwardMode.TARGET_VERIFY and backend.supports_trees:
             found += _check(backend, dataclasses.replace(case, parents=TREE), dtype, tolerance)
@@ -94,13 +101,13 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
     batch, queries = len(case.lengths), case.queries
     width = -(-(max(case.lengths) + queries) // case.page_size)
     num_pages = 1 + batch * width
-    data = random.standard_normal((2, 2, case.kv_heads, num_pages, case.page_size, HEAD_DIM))
+    data = random.standard_normal((2, 2, case.kv_heads, num_pages, case.page_size, case.head_dim))
     pages = random.permutation(np.arange(1, num_pages)).reshape(batch, width).astype(np.int32)
     slots = random.permutation(batch).astype(np.int32)
     live_tables, live_lengths = np.zeros_like(pages), np.zeros((batch, 1), np.int32)
     live_tables[slots], live_lengths[slots, 0] = pages, case.lengths
-    q = random.standard_normal((batch, queries, case.heads, HEAD_DIM))
-    k, v = random.standard_normal((2, batch, queries, case.kv_heads, HEAD_DIM))
+    q = random.standard_normal((batch, queries, case.heads, case.head_dim))
+    k, v = random.standard_normal((2, batch, queries, case.kv_heads, case.head_dim))
     sinks = random.standard_normal(case.heads) + 1  # near the largest score, where they matter
     shape = StepShape(case.mode, batch, queries, width, case.page_size)
 

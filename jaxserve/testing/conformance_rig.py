@@ -59,21 +59,21 @@ LIVE_SLOTS = np.array([2, 0, 3], np.int32)  # one row of the batch bucket stays 
 Outcome = dict[str, np.ndarray]
 
 
-def tiny_model_config() -> ModelConfig:
+def tiny_model_config(head_dim: int) -> ModelConfig:
     """Two layers, the second with a sliding window; grouped queries."""
     raw = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64,
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": True,
+        "head_dim": head_dim, "max_position_embeddings": 128, "tie_word_embeddings": True,
         "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8,
     }  # fmt: skip
     return ModelConfig.from_hf(raw, {}, source="conformance")
 
 
 @functools.cache
-def tiny_model(dtype: Any) -> LoadedModel:
+def tiny_model(dtype: Any, head_dim: int) -> LoadedModel:
     """The model of every rig; weights are never written, so one will do."""
-    return dummy_model(tiny_model_config(), dtype)
+    return dummy_model(tiny_model_config(head_dim), dtype)
 
 
 class WatchedBackend(AttentionBackend):
@@ -124,14 +124,14 @@ class Rig:
         ConfigError: the native extension is missing.
     """
 
-    def __init__(self, backend: AttentionBackend, page_size: int = 4, dtype: Any = jnp.float32):
+    def __init__(self, backend: AttentionBackend, page_size: int = 4, dtype: Any = jnp.float32, head_dim: int = 16):
         platform = jax.default_backend()
         self._points = native_module(platform).hold_points
         config = EngineConfig(
             model="conformance", page_size=page_size, context_length=CONTEXT, max_running_requests=SLOTS,
             hold_points=True, fence_timeout_s=TIMEOUT_S, race_check=False,
         )  # fmt: skip
-        self.model = tiny_model(jnp.dtype(dtype))
+        self.model = tiny_model(jnp.dtype(dtype), head_dim)
         width = CONTEXT // page_size
         self.layout = RowLayout(SLOTS, width, num_drafts=VERIFY_TOKENS - 1)
         model = self.model.config

@@ -1,4 +1,4 @@
-"""Fixtures of the CUDA tests, none of which needs a GPU; what can't be built here skips with a reason."""
+"""Fixtures of the CUDA tests. Only those marked gpu need one; what can't run here skips with a reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jaxserve.testing import deviceless
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "h100: compiles for an H100 without one; needs the CUDA 13 plugin of jax")
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and jax with its plugin")
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,10 @@ def cuda_module():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs_module = [i for i in items if "cuda_module" in getattr(i, "fixturenames", ())]
     needs_plugin = [i for i in items if i.get_closest_marker("h100")]
+    needs_gpu = [i for i in items if i.get_closest_marker("gpu")]
+    if needs_gpu and jax.default_backend() == "cpu":
+        for item in needs_gpu:
+            item.add_marker(pytest.mark.skip(reason="jax finds no GPU"))
     if needs_module and importlib.util.find_spec("jaxserve._cuda") is None:
         skip = pytest.mark.skip(
             reason="jaxserve._cuda isn't built: no CUDA toolkit was found (JAXSERVE_CUDA=1 says why)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.attention.xla import XlaBackend
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.testing import backend_conformance
 
 
 class OnFakeDevice(PagedCudaBackend):
@@ -173,3 +175,16 @@ def test_sequences_are_cut_until_every_multiprocessor_has_work():
     assert num_splits(batch=64, kv_heads=8, rows=4, max_length=8192) == 1
     assert num_splits(batch=1, kv_heads=8, rows=4, max_length=256) == 4
     assert num_splits(batch=1, kv_heads=1, rows=1, max_length=1 << 20) == 64
+
+
+@pytest.mark.skipif(not os.environ.get("JAXSERVE_TEST_FULL"), reason="half a minute; JAXSERVE_TEST_FULL=1 runs it")
+def test_the_backend_keeps_the_contract(fake):
+    """The whole suite with the kernel in the programs. Those of JAX's CPU run it on the thread that dispatches."""
+    backend_conformance(
+        OnFakeDevice("xla"),
+        modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
+        page_sizes=(16,),
+        dtype=jnp.bfloat16,
+        tolerance=0.05,
+        head_dim=64,
+    )
