@@ -153,7 +153,7 @@ class Engine:
                 if output.finish_reason is not None:
                     continue  # a verified token behind the one that ended the output
                 deltas.append(output.push(committed))
-                self.metrics.committed(committed)
+                self.metrics.committed(committed, deltas[-1])
                 if output.finish_reason is not None:
                     ended.append(committed.sequence)
             for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
