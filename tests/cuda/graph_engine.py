@@ -1,8 +1,8 @@
 """Run as a program: an engine on the CPU whose fences are those of the CUDA twin, on the fake runtime, markers in the
-graph. Prints its greedy tokens, and how often the graph variants of the markers were called, as JSON.
+graph. Prints its greedy tokens, which programs hold the graph variants of the markers, and its fences, as JSON.
 
-XLA's CPU programs call the CUDA handlers, which enqueue on the fake compute stream. Dispatch is made synchronous, because
-that is what the fences count on: when a call returns, its records are issued.
+XLA's CPU programs call the CUDA handlers, which enqueue on the fake compute stream. Dispatch is made synchronous: when a
+call returns its records are issued, and the fences count on that.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def use_fake_cuda() -> tuple[object, ctypes.CDLL]:
         return made
 
     names = {name: getattr(module, name) for name in dir(module) if not name.startswith("__")}
-    sys.modules["fake_cuda_as_cpu"] = SimpleNamespace(
-        **{**names, "SharedBuffer": shared_buffer, "handlers": lambda: capsules}
-    )  # type: ignore
+    names |= {"SharedBuffer": shared_buffer, "handlers": lambda: capsules}
+    sys.modules["fake_cuda_as_cpu"] = SimpleNamespace(**names)  # type: ignore[assignment]
     native._MODULES["cpu"] = "fake_cuda_as_cpu"
     for user in (channel, graph_mode):
         user.ffi_platform = lambda platform: "CUDA"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""An engine whose markers are those for graphs, on the fake CUDA runtime: the host's part of the protocol is complete."""
+"""An engine whose markers are those for graphs, on the fake CUDA runtime: the host does its part of the protocol."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ HERE = Path(__file__).parent
 def test_steps_with_markers_for_graphs_are_fenced_by_them(loaded, tmp_path):
     """Every generation that a fence or a launch waits for is found: the rows reach the programs, and tokens are those
     of an ordinary engine. That events bind to the right launch of a real graph is for a card to show."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-        "JAX_PLATFORMS": "cpu",
-    }
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE)])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(HERE / "graph_engine.py"), str(tmp_path / "fake")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=HERE)
     assert done.returncode == 0, done.stderr[-2000:]
