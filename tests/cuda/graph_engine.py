@@ -1,7 +1,7 @@
 """Run as a program: an engine on the CPU whose fences are those of the CUDA twin, on the fake runtime, markers in the
 graph. Prints its greedy tokens, which programs hold the graph variants of the markers, and its fences, as JSON.
 
-XLA's CPU programs call the CUDA handlers, which enqueue on the fake compute stream. Dispatch is made synchronous: when a
+XLA's CPU programs call the CUDA handlers, which enqueue on the fake compute stream. Dispatch is synchronous: when a
 call returns its records are issued, and the fences count on that.
 """
 
