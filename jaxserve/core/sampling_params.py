@@ -84,6 +84,9 @@ class SamplingParams:
         logit_bias: (token id, -100 .. 100) pairs, or a mapping: added to these tokens' logits. At most 300.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
+        prompt_logprobs: the same for prompt tokens, the first of which has none; None reports nothing.
+        pooling: ``last`` or ``mean``: also report the prompt's final hidden states, pooled (what ``/v1/embeddings`` is
+            made of); None reports nothing.
         structured_outputs: the form the output must have, see ``StructuredOutputs``; a mapping of its fields will do.
             Such an output ends at an end-of-sequence id whatever ``ignore_eos`` says.
         skip_special_tokens: leave special tokens out of the text.
@@ -110,6 +113,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    pooling: str | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     shown_special_ids: tuple[int, ...] = ()
@@ -150,11 +155,21 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63-1]")
         _check_int("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]")
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]")
+        if self.pooling not in (None, "last", "mean"):
+            raise _reject("pooling", "last or mean", self.pooling)
+        if self.pooling is not None and self.prompt_logprobs is not None:
+            raise _reject("prompt_logprobs", "left out with pooling", self.prompt_logprobs)
         for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise _reject(field, "true or false", getattr(self, field))
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether every prompt token has to be computed for this request, so that nothing cached can stand for it."""
+        return self.prompt_logprobs is not None or self.pooling is not None
 
     @property
     def has_penalties(self) -> bool:
