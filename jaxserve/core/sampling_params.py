@@ -82,6 +82,10 @@ class SamplingParams:
         repetition_penalty: divides the logits of tokens that stand in prompt or output if they are positive, multiplies
             them if negative; 0.01 .. 10, 1 changes nothing.
         logit_bias: (token id, -100 .. 100) pairs, or a mapping: added to these tokens' logits. At most 300.
+        allowed_token_ids: the only ids the output may hold; None allows all. An end-of-sequence id has to be among them
+            to be chosen.
+        bad_words: strings that the output may not hold, as the tokenizer writes them at the start of a text and behind
+            a space; other ways to spell them with tokens are not found.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
         prompt_logprobs: the same for prompt tokens, the first of which has none; None reports nothing.
@@ -112,6 +116,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     pooling: str | None = None
@@ -150,6 +156,7 @@ class SamplingParams:
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         _check_number("repetition_penalty", self.repetition_penalty, low, high, f"a number in [{low}, {high:g}]")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check_limits()
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.seed is not None:
@@ -165,6 +172,24 @@ class SamplingParams:
         for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise _reject(field, "true or false", getattr(self, field))
+
+    def _check_limits(self) -> None:
+        if self.allowed_token_ids is not None:
+            wanted = "a non-empty list of token ids >= 0"
+            if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
+                raise _reject("allowed_token_ids", wanted, self.allowed_token_ids)
+            for token in self.allowed_token_ids:
+                _check_int("allowed_token_ids", token, 0, None, wanted)
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        words = () if self.bad_words is None else self.bad_words
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise _reject("bad_words", "a list of strings that are not blank", self.bad_words)
+        object.__setattr__(self, "bad_words", tuple(words))
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens may not be chosen whatever came before, or behind some others."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
 
     @property
     def reads_prompt(self) -> bool:
