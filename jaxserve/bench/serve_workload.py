@@ -16,7 +16,8 @@ DATASETS = ("sharegpt", "random", "repeat", "jsonl")
 CHARACTERS_PER_TOKEN = 4  # of English text, where no tokenizer is given
 # What vLLM's and SGLang's benches keep of ShareGPT: neither very short nor very long turns.
 LEAST_TOKENS, MOST_PROMPT, MOST_TOTAL = 4, 1024, 2048
-# The built-in conversations: log-normal lengths whose means after that filter are near what others report of the real file, 217 and 200.
+# The built-in conversations: log-normal lengths whose means after that filter are near those of the real file, about
+# 217 and 200.
 PROMPT_MEDIAN, PROMPT_SIGMA, OUTPUT_MEDIAN, OUTPUT_SIGMA = 160.0, 1.5, 125.0, 1.0
 SENTENCES = (
     "the harbour lamp keeper wrote letters about weather and ships while children asked how engines turn steam into "

@@ -169,7 +169,8 @@ def test_against_our_own_server_with_a_key() -> None:
 
 def test_it_starts_a_server_of_its_own_and_ends_it() -> None:
     flags = ("--num-pages", "64", "--page-size", "4", "--context-length", "64", "--max-running-requests", "2",
-             "--prefill-token-buckets", "64", "--chunked-prefill-size", "64", "--decode-batch-buckets", "2", "--skip-warmup")  # fmt: skip
+             "--prefill-token-buckets", "64", "--chunked-prefill-size", "64", "--decode-batch-buckets", "2",
+             "--skip-warmup")  # fmt: skip
     plan = Plan(start=str(CHECKPOINT), server_flags=flags, num_prompts=4,
                 dataset=Dataset(input_len=10, output_len=8), extra={"ignore_eos": True, "temperature": 0})  # fmt: skip
     found = run(plan)
@@ -208,7 +209,7 @@ def test_made_up_conversations_are_named_so_and_have_sharegpts_lengths() -> None
     made = make_prompts(dataset, 3000, 1, BYTES, as_text=True)
     assert statistics.fmean(p.num_tokens for p in made) == pytest.approx(220, rel=0.15)
     assert statistics.fmean(p.max_tokens for p in made) == pytest.approx(200, rel=0.15)
-    assert statistics.median(p.num_tokens for p in made) < 120  # a long tail, as real ones
+    assert statistics.median(p.num_tokens for p in made) < 150  # a long tail, as real ones
 
 
 def test_a_file_in_sharegpts_layout_is_filtered_as_elsewhere(tmp_path: Path) -> None:
