@@ -64,6 +64,7 @@ class OutputDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
+        from_drafts: of each token, whether it is a draft that held; empty: none is.
     """
 
     request_id: str
@@ -75,13 +76,15 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    from_drafts: tuple[bool, ...] = ()
 
 
 @dataclass
 class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
-    ``speculation`` says what speculation did for it; None where that is off.
+    ``speculation`` says what speculation did for it; None where that is off. ``from_drafts`` says of each token whether
+    it is a draft that held.
     """
 
     index: int
@@ -92,11 +95,13 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    from_drafts: list[bool] = field(default_factory=list)
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.from_drafts.extend(delta.from_drafts or [False] * len(delta.token_ids))
         if self.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:

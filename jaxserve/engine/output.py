@@ -63,7 +63,7 @@ class OutputBuilder:
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
-            speculation=self.speculation,
+            speculation=self.speculation, from_drafts=(True,) if committed.is_draft else (),
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:

@@ -27,6 +27,7 @@ from jaxserve.server.prompts import encode_messages
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
+from jaxserve.server.token_details import token_details
 
 router = APIRouter()
 
@@ -56,12 +57,21 @@ async def chat_completions(request: Request) -> Response:
     if body.stream:
         return SSEResponse(_frames(generation, body, form, head, engine.tokenizer), generation)
     async with generation:
-        return await until_disconnect(request.receive, _whole(generation, form, head, engine.tokenizer))
+        return await until_disconnect(request.receive, _whole(generation, body, form, head, engine.tokenizer))
 
 
-async def _whole(generation: Generation, form: OutputForm, head: dict[str, Any], tokenizer: TokenizerLike) -> Response:
+async def _whole(
+    generation: Generation,
+    body: ChatCompletionRequest,
+    form: OutputForm,
+    head: dict[str, Any],
+    tokenizer: TokenizerLike,
+) -> Response:
     outputs = await generation.collect()
     choices = [_choice(output, form, tokenizer) for output in outputs]
+    if body.return_token_details:
+        for choice, output in zip(choices, outputs, strict=True):
+            choice["token_details"] = token_details(tokenizer, output)
     return json_response(head | {"choices": choices, "usage": generation.usage()})
 
 
@@ -95,6 +105,8 @@ async def _frames(
             if reason is not None:
                 one["finish_reason"] = reason
                 one["stop_reason"] = source.stop_reason
+            if body.return_token_details:
+                one["token_details"] = token_details(tokenizer, source)
         whole = head | {"choices": [one]}
         if body.continuous_usage:
             whole["usage"] = generation.usage()
@@ -108,7 +120,7 @@ async def _frames(
             yield chunk(choice, {"role": "assistant", "content": ""})
         shown, reason = outputs[choice].take(delta.text, delta.finish_reason)
         # a step whose text is held back (half a character, a possible stop string or call) has nothing to show
-        if shown or reason or delta.logprobs or body.continuous_usage:
+        if shown or reason or delta.logprobs or body.return_token_details or body.continuous_usage:
             yield chunk(choice, shown, delta, reason)
     if body.include_usage:
         yield frame(head | {"choices": [], "usage": generation.usage()})
