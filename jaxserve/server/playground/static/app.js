@@ -32,9 +32,9 @@ async function connect() {
   ready = false;
   update();
   for (;;) {
-    const state = await fetch("/health/ready").then((r) => r.json()).catch(() => null);
-    if (state?.status === "ready") break;
-    if (state) setStatus(state.stage === "loading" ? "Loading the model" : state.reason, state.stage);
+    const state = await fetch("/health").then((r) => r.json()).catch(() => null);
+    if (state?.stage === "ready" && state.status === "ok") break;
+    if (state) setStatus(state.reason ?? (state.stage === "loading" ? "Loading the model" : "Shutting down"), state.stage);
     else setStatus("The server does not answer", "error");
     await sleep(RETRY_MS);
   }
