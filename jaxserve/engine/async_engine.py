@@ -165,9 +165,9 @@ class AsyncEngine:
             "fences": {f"{kind}:{reason}": n for (kind, reason), n in dict(scheduler.barrier.counts).items()},
         }
 
-    def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools: Any = None) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest."""
-        return self._engine.encode_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    def encode_chat(self, messages: list[dict], **options: Any) -> list[int]:
+        """Token ids of a conversation, see ``Engine.encode_chat``. Raises InvalidRequest."""
+        return self._engine.encode_chat(messages, **options)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from jaxserve.barrier import journal
 from jaxserve.barrier.race_check import RaceCheck
@@ -153,7 +154,7 @@ class Engine:
                 if output.finish_reason is not None:
                     continue  # a verified token behind the one that ended the output
                 deltas.append(output.push(committed))
-                self.metrics.committed(committed)
+                self.metrics.committed(committed, deltas[-1])
                 if output.finish_reason is not None:
                     ended.append(committed.sequence)
             for sequence in ended:  # after all pushes: finishing writes rows, and a failure there must cost no token
@@ -286,11 +287,10 @@ class Engine:
             deltas += self._fail_running(error)
         return deltas
 
-    def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None) -> list[int]:
-        """Token ids of a conversation by the model's chat template. Raises InvalidRequest."""
-        return encode_chat(
-            self.tokenizer, self.chat_template, messages, add_generation_prompt=add_generation_prompt, tools=tools
-        )
+    def encode_chat(self, messages: list[dict], *, template: str | None = None, **options: Any) -> list[int]:
+        """Token ids of a conversation by a chat template, the model's own by default; ``options`` as those of
+        ``jaxserve.text.chat_template.encode_chat``. Raises InvalidRequest."""
+        return encode_chat(self.tokenizer, template or self.chat_template, messages, **options)
 
     # -- failure -----------------------------------------------------------------------------------------------------
 

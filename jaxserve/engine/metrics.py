@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
-from jaxserve.core.forward_mode import ForwardMode
-from jaxserve.core.request import Request
+from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sequence import Sequence
 from jaxserve.engine.fence_metrics import FenceMetrics
+from jaxserve.engine.request_metrics import RequestMetrics
 from jaxserve.engine.speculation_metrics import SpeculationMetrics
 from jaxserve.runner.batch import StepBatch
 from jaxserve.scheduler.scheduler import Committed
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LATENCY_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0,
-)  # fmt: skip
 
-_STEP_NAMES = {ForwardMode.EXTEND: "prefill", ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
+class _Marks:
+    """Moments of one output, in ``time.monotonic()`` seconds, and how many tokens it was given."""
+
+    __slots__ = ("first_step", "first_token", "newest_token", "num_tokens")
+
+    def __init__(self, first_step: float):
+        self.first_step = first_step
+        self.first_token = self.newest_token = 0.0
+        self.num_tokens = 0
 
 
 class EngineMetrics:
@@ -34,6 +39,7 @@ class EngineMetrics:
 
     Attributes:
         registry: what ``/metrics`` renders.
+        requests: what requests and steps did.
         graph_splits: program -> places where its CUDA graph is interrupted, of the programs it is known of.
     """
 
@@ -45,42 +51,15 @@ class EngineMetrics:
     def reset(self) -> None:
         """Starts all counts at zero (after warm-up)."""
         self.registry = CollectorRegistry()
-        self._model = {"model_name": self._engine.model_name}
-        self._last_token: dict[Sequence, float] = {}
-        scheduler = self._engine.scheduler
-        pool = scheduler.pool
-        self._gauge("num_requests_running", "Sequences that hold a slot", lambda: len(scheduler.running))
-        self._gauge("num_requests_waiting", "Sequences that wait for one", lambda: len(scheduler.waiting))
-        self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1",
-                    lambda: 1 - pool.num_free / max(1, pool.num_usable))  # fmt: skip
-        self._gauge("num_preemptions", "Sequences whose pages were taken away", lambda: scheduler.num_preemptions)
-        self.registry.register(FenceMetrics(self._engine, self._model, self.graph_splits))
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens accepted")
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens delivered")
-        self._emitted: Any = None
-        if scheduler.speculation is not None:
-            scheduler.speculation.reset_figures()
-            self.registry.register(SpeculationMetrics(scheduler.speculation, self._model))
-            self._emitted = self._counter(
-                "spec_decode_num_emitted_tokens", "Output tokens delivered that came from verified rows"
-            )
-        self._finished = Counter("jaxserve:request_success", "Outputs ended", ["model_name", "finished_reason"],
-                                 registry=self.registry)  # fmt: skip
-        self._steps = Counter("jaxserve:steps", "Steps launched", ["model_name", "mode"], registry=self.registry)
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
-        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one output")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token")
-
-    def _gauge(self, name: str, text: str, read: Any) -> None:
-        gauge = Gauge(f"jaxserve:{name}", text, ["model_name"], registry=self.registry)
-        gauge.labels(**self._model).set_function(read)
-
-    def _counter(self, name: str, text: str) -> Any:
-        return Counter(f"jaxserve:{name}", text, ["model_name"], registry=self.registry).labels(**self._model)
-
-    def _histogram(self, name: str, text: str) -> Any:
-        histogram = Histogram(f"jaxserve:{name}", text, ["model_name"], buckets=LATENCY_BUCKETS, registry=self.registry)
-        return histogram.labels(**self._model)
+        labels = {"model_name": self._engine.model_name}
+        self._marks: dict[Sequence, _Marks] = {}  # of outputs that have been in a step and have not ended
+        self.requests = RequestMetrics(self._engine, labels)
+        self.registry.register(self.requests)
+        self.registry.register(FenceMetrics(self._engine, labels, self.graph_splits))
+        speculation = self._engine.scheduler.speculation
+        if speculation is not None:
+            speculation.reset_figures()
+            self.registry.register(SpeculationMetrics(speculation, labels))
 
     def set_graph_splits(self, splits: Mapping[str, int]) -> None:
         """Takes over what a program report says of this engine's programs; warns of others, which it cannot mean."""
@@ -95,26 +74,55 @@ class EngineMetrics:
 
     def accepted(self, request: Request) -> None:
         """A request entered the queue."""
-        self._prompt_tokens.inc(len(request.prompt_ids))
+        self.requests.num_requests += 1
+        self.requests.prompt_tokens += len(request.prompt_ids)
 
-    def launched(self, batch: StepBatch) -> None:
+    def launched(self, batch: StepBatch[Sequence]) -> None:
         """A step was dispatched."""
-        self._steps.labels(mode=_STEP_NAMES[batch.mode], **self._model).inc()
+        counts, now = self.requests, time.monotonic()
+        counts.steps[batch.mode] += 1
+        counts.pace.note(now, counts.generation_tokens)
+        if batch.tokens is None:
+            counts.step_tokens.add(len(batch.owners) * batch.queries)
+            return
+        counts.step_tokens.add(batch.tokens.size)
+        for sequence in batch.owners:  # a prompt, or a part of it: it may be the first step of its output
+            if sequence not in self._marks:
+                self._marks[sequence] = _Marks(now)
+                counts.queue_s.add(now - sequence.request.arrival_s)
 
-    def committed(self, token: Committed) -> None:
-        """A token was committed to an output."""
-        now, sequence = time.monotonic(), token.sequence
-        self._generation_tokens.inc()
-        if token.verified is not None:
-            self._emitted.inc()
-        if sequence in self._last_token:
-            self._itl.observe(now - self._last_token[sequence])
+    def committed(self, token: Committed, delta: OutputDelta) -> None:
+        """A step gave an output a token, and its client ``delta``, which lacks the token if it could not be used."""
+        if not delta.token_ids:
+            return
+        counts, sequence = self.requests, token.sequence
+        marks = self._marks[sequence]
+        counts.generation_tokens += 1
+        counts.emitted_tokens += token.verified is not None
+        marks.num_tokens += 1
+        if token.place:
+            return  # it came with the token before it
+        now = time.monotonic()
+        if marks.num_tokens == 1:
+            marks.first_token = now
+            counts.first_token_s.add(now - sequence.request.arrival_s)
+            counts.prefill_s.add(now - marks.first_step)
         else:
-            self._ttft.observe(now - sequence.request.arrival_s)
-        self._last_token[sequence] = now
+            counts.between_steps_s.add(now - marks.newest_token)
+        marks.newest_token = now
 
     def finished(self, sequence: Sequence) -> None:
         """An output ended."""
-        self._last_token.pop(sequence, None)
-        self._finished.labels(finished_reason=sequence.finish_reason, **self._model).inc()
-        self._e2e.observe(time.monotonic() - sequence.request.arrival_s)
+        counts, marks = self.requests, self._marks.pop(sequence, None)
+        assert sequence.finish_reason is not None
+        counts.finished[sequence.finish_reason] += 1
+        counts.e2e_s.add(time.monotonic() - sequence.request.arrival_s)
+        counts.prompt_lengths.add(sequence.prompt_len)
+        counts.output_lengths.add(marks.num_tokens if marks is not None else 0)
+        if marks is None or not marks.num_tokens:
+            return
+        decode_s = marks.newest_token - marks.first_token
+        counts.decode_s.add(decode_s)
+        counts.inference_s.add(marks.newest_token - marks.first_step)
+        if marks.num_tokens > 1:
+            counts.per_token_s.add(decode_s / (marks.num_tokens - 1))

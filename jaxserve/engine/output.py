@@ -28,8 +28,9 @@ class OutputBuilder:
         self._stop_ids = set(stop_ids(params, eos_token_ids))
         self._explicit_stop_ids = set(params.stop_token_ids)
         self._text = IncrementalDetokenizer(
-            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output, params.min_tokens
-        )
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output, params.min_tokens,
+            shown_special_ids=params.shown_special_ids,
+        )  # fmt: skip
         # A stop id is part of the output's ids. Its text shows only if asked for, as that of stop strings does.
         self._show_stop_id = params.include_stop_str_in_output or not params.skip_special_tokens
 
@@ -59,10 +60,14 @@ class OutputBuilder:
             self.finish_reason = reason
             text += self._text.finish()
         self._count(committed)
+        params, is_first = sequence.request.params, committed.length == sequence.prompt_len + 1
+        tells = is_first and sequence.index == 0 and params.reads_prompt
+        scores = sequence.prompt_results.logprobs if tells and params.prompt_logprobs is not None else None
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
-            speculation=self.speculation,
+            speculation=self.speculation, prompt_logprobs=None if scores is None else tuple(scores),
+            embedding=sequence.prompt_results.embedding if tells else None,
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:

@@ -49,8 +49,8 @@ class EngineLike(Protocol):
     def metrics(self) -> Any: ...  # has .registry: prometheus_client.CollectorRegistry
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None
-    ) -> list[int]: ...
+        self, messages: list[dict[str, Any]], **options: Any
+    ) -> list[int]: ...  # options: of text.chat_template.encode_chat, and template
 
     def check_controls(self, params: SamplingParams) -> None: ...  # slow for a grammar that is new
 

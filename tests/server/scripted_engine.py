@@ -83,7 +83,8 @@ class ScriptedEngine:
         Counter("jaxserve:generation_tokens", "tokens", registry=registry)
         self.metrics = SimpleNamespace(registry=registry)
 
-    def encode_chat(self, messages, *, add_generation_prompt=True, tools=None) -> list[int]:
+    def encode_chat(self, messages, *, add_generation_prompt=True, **options) -> list[int]:
+        self.chat_options = {"add_generation_prompt": add_generation_prompt, **options}
         if any("forbidden" in message["content"] for message in messages):
             raise InvalidRequest("the template refuses this", param="messages")
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
