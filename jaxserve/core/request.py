@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
 from jaxserve.core.token_constraint import TokenConstraint
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,11 +46,13 @@ class TokenLogprob:
         token_id: the token that was chosen.
         logprob: its natural-log probability.
         top: (token id, logprob) of the most likely tokens, falling; as many as the request asked for.
+        rank: of a prompt token: 1 if it was the most likely one.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,9 @@ class OutputDelta:
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
         from_drafts: of each token, whether it is a draft that held; empty: none is.
+        prompt_logprobs: one entry per prompt token, the first of them None; on the first delta of output 0 of a request
+            that asked for them.
+        embedding: float32[hidden], the prompt's pooled hidden state, likewise.
     """
 
     request_id: str
@@ -77,6 +85,8 @@ class OutputDelta:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     from_drafts: tuple[bool, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass
@@ -85,6 +95,8 @@ class CompletionOutput:
 
     ``speculation`` says what speculation did for it; None where that is off. ``from_drafts`` says of each token whether
     it is a draft that held.
+    ``speculation`` says what speculation did for it; None where that is off. ``prompt_logprobs`` and ``embedding`` are
+    of output 0 only, as in ``OutputDelta``.
     """
 
     index: int
@@ -96,6 +108,8 @@ class CompletionOutput:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     from_drafts: list[bool] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    embedding: np.ndarray | None = None
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -110,6 +124,10 @@ class CompletionOutput:
             self.error = delta.error
         if delta.speculation is not None:
             self.speculation = delta.speculation
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.embedding is not None:
+            self.embedding = delta.embedding
 
 
 @dataclass
@@ -121,6 +139,11 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per prompt token, the first of them None; None unless asked for."""
+        return self.outputs[0].prompt_logprobs if self.outputs else None
 
     @property
     def speculation(self) -> SpeculationCounts | None:

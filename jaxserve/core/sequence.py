@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from jaxserve.core.request import FinishReason, Request
+from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.core.token_constraint import TokenConstraint
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Status(Enum):
@@ -15,6 +19,19 @@ class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+@dataclass
+class PromptResults:
+    """What a request wanted to know of its prompt.
+
+    Attributes:
+        logprobs: of the prompt's tokens, from the first one, which has none.
+        embedding: float32[hidden], pooled so far.
+    """
+
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    embedding: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -36,6 +53,7 @@ class Sequence:
         constraint: what its output may say, as of the committed tokens; None: anything.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
         num_preemptions: how often its pages were taken away.
+        prompt_results: what it wanted to know of its prompt, as far as that is known.
     """
 
     request: Request
@@ -54,6 +72,7 @@ class Sequence:
     is_counted: bool = True
     constraint: TokenConstraint | None = None
     finish_reason: FinishReason | None = None
+    prompt_results: PromptResults = field(default_factory=PromptResults)
 
     @property
     def prompt_len(self) -> int:

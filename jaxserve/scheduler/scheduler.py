@@ -24,6 +24,7 @@ from jaxserve.runner.launch import Launch, StepResult
 from jaxserve.runner.logit_controls import MASK_BITS
 from jaxserve.runner.sampling_rows import bias_row, sampling_row
 from jaxserve.runner.worker import TargetWorker
+from jaxserve.scheduler.logprobs import keep_prompt_results, output_logprob, prompt_use
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.token_masks import advance, masks_of
 from jaxserve.scheduler.war_barrier import WarBarrier
@@ -173,6 +174,7 @@ class Scheduler:
             self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
             tokens=np.array([chunk], np.int32), history=history, masks=self._masks([sequence]) if last else None,
             samples=last, next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
+            prompt_use=prompt_use(sequence),
         )  # fmt: skip
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
@@ -336,6 +338,7 @@ class Scheduler:
     def commit(self, launch: Launch, result: StepResult) -> list[Committed]:
         """Applies a step's tokens to its sequences. Tokens of sequences that ended meanwhile are dropped."""
         batch: StepBatch[Sequence] = launch.batch
+        keep_prompt_results(batch, result)
         if not batch.samples:
             return []
         committed = []
@@ -360,7 +363,7 @@ class Scheduler:
                 verified = self.speculation.committed(sequence, count, num_relayed)
             committed += [
                 Committed(
-                    sequence, sequence.token_ids[before + place], _logprob(sequence, result, row, place),
+                    sequence, sequence.token_ids[before + place], output_logprob(sequence, result, row, place),
                     bool(result.finite[row, place]), before + place + 1, place, verified,
                 )
                 for place in range(count)
@@ -386,12 +389,3 @@ class Scheduler:
         slots = sorted(held + self.free_slots)
         if slots != list(range(self.rows.layout.num_slots)):
             raise JaxserveError(f"slots are inconsistent: {sorted(held)} held and {sorted(self.free_slots)} free")
-
-
-def _logprob(sequence: Sequence, result: StepResult, row: int, place: int) -> TokenLogprob | None:
-    count = sequence.request.params.logprobs
-    if count is None:
-        return None
-    at = row, place
-    top = zip(result.top_ids[at][:count].tolist(), result.top_logprobs[at][:count].tolist(), strict=True)
-    return TokenLogprob(int(result.tokens[at]), float(result.logprobs[at]), tuple(top))

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # not longer: its driver keeps an event loop running in this thread
 def chromium() -> Iterator[Any]:
     """The browser; tests skip where playwright or a browser is missing."""
     playwright = pytest.importorskip(

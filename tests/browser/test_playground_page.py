@@ -54,7 +54,7 @@ def speculating() -> Iterator[int]:
     config = EngineConfig(
         model=str(CHECKPOINT), page_size=4, num_pages=256, max_running_requests=2, chunked_prefill_size=32,
         prefill_token_buckets=(32,), decode_batch_buckets=(2,), skip_warmup=True, speculative_algorithm="NGRAM",
-        speculative_num_draft_tokens=3,
+        speculative_num_draft_tokens=3, speculative_adaptive=False,
     )  # fmt: skip
     engine = AsyncEngine.from_config(config)
     apart(engine.start())
