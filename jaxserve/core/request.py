@@ -24,6 +24,8 @@ class Request:
         params: sampling and stopping.
         prompt: the text the ids came from, when there was one.
         constraint: makes what constrains each of its outputs; None: they may say anything.
+        priority: lower is more urgent; only with ``--schedule-policy priority`` other than 0.
+        cache_salt: only requests with the same salt share cached prefixes; None is a salt like any other.
         arrival_s: ``time.monotonic()`` when the request was accepted.
     """
 
@@ -32,7 +34,14 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     constraint: Callable[[], TokenConstraint] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     arrival_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def cache_namespace(self) -> tuple[str | None, ...]:
+        """What its cached prefixes are kept apart by; a tuple, so that no two namespaces read alike."""
+        return (self.cache_salt,)
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class OutputDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
+        cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV.
     """
 
     request_id: str
@@ -75,13 +85,15 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    cached_tokens: int = 0
 
 
 @dataclass
 class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
-    ``speculation`` says what speculation did for it; None where that is off.
+    ``speculation`` says what speculation did for it; None where that is off. ``cached_tokens`` are the prompt tokens
+    that the prefix cache had.
     """
 
     index: int
@@ -92,6 +104,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    cached_tokens: int = 0
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -105,6 +118,7 @@ class CompletionOutput:
             self.error = delta.error
         if delta.speculation is not None:
             self.speculation = delta.speculation
+        self.cached_tokens = delta.cached_tokens
 
 
 @dataclass
@@ -116,6 +130,11 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens the prefix cache had when the request began."""
+        return self.outputs[0].cached_tokens  # a later output may have found what the first one left
 
     @property
     def speculation(self) -> SpeculationCounts | None:

@@ -153,6 +153,8 @@ class AsyncEngine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "pages_free": scheduler.pool.num_free,
+            "pages_cached": scheduler.memory.num_cached,
+            "pages_evictable": scheduler.memory.num_evictable,
             "pages_total": scheduler.pool.num_usable,
             "ready": self._thread.is_alive() and self._dead is None and not self._draining,
             "dead": self._dead,

@@ -62,7 +62,7 @@ class OutputBuilder:
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
-            speculation=self.speculation,
+            speculation=self.speculation, cached_tokens=sequence.num_cached_tokens,
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:
@@ -79,5 +79,6 @@ class OutputBuilder:
         self.finish_reason = reason
         request_id, index = self.sequence.request.request_id, self.sequence.index
         return OutputDelta(
-            request_id, index, self._text.finish(), finish_reason=reason, error=error, speculation=self.speculation
-        )
+            request_id, index, self._text.finish(), finish_reason=reason, error=error, speculation=self.speculation,
+            cached_tokens=self.sequence.num_cached_tokens,
+        )  # fmt: skip
