@@ -63,6 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--access-log", action="store_true", help="log every request")
     http.add_argument("--profile-dir", metavar="DIR", help="let POST /start_profile write timelines to this folder")
+    text = parser.add_argument_group("text of outputs")
+    text.add_argument(
+        "--tool-call-parser", metavar="NAME", help="how the model writes tool calls: hermes, llama3_json, mistral, "
+        "qwen, pythonic, or a registered name; without it tool_choice auto is refused",
+    )  # fmt: skip
+    text.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how the model reasons: deepseek_r1, qwen3, or a registered name"
+    )
+    text.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="a jinja chat template that replaces the model's own"
+    )
+    text.add_argument(
+        "--trust-request-chat-template", action="store_true", help="let requests bring chat templates of their own"
+    )
+    http.add_argument(
+        "--log-format", choices=("text", "json"), default=defaults.log_format, help="json: one object a line"
+    )
     add_trace_flag(parser)
     add_engine_flags(parser, positional_model=True)
 
@@ -88,7 +105,21 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         drain_timeout_s=arguments.drain_timeout,
         access_log=arguments.access_log,
         profile_dir=arguments.profile_dir,
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        chat_template=_read_template(arguments.chat_template),
+        trust_request_chat_template=arguments.trust_request_chat_template,
+        log_format=arguments.log_format,
     )
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
 
 
 def run(arguments: argparse.Namespace) -> int:

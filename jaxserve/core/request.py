@@ -73,7 +73,8 @@ class OutputDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
-        cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV.
+        cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV; None where that is
+            off, and until it has been asked.
     """
 
     request_id: str
@@ -85,7 +86,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 @dataclass
@@ -104,7 +105,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -118,7 +119,8 @@ class CompletionOutput:
             self.error = delta.error
         if delta.speculation is not None:
             self.speculation = delta.speculation
-        self.cached_tokens = delta.cached_tokens
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
 
 
 @dataclass
@@ -132,8 +134,8 @@ class RequestOutput:
     finished: bool = False
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens the prefix cache had when the request began."""
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens the prefix cache had when the request began; None where it is off."""
         return self.outputs[0].cached_tokens  # a later output may have found what the first one left
 
     @property

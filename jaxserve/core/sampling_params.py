@@ -87,6 +87,7 @@ class SamplingParams:
         structured_outputs: the form the output must have, see ``StructuredOutputs``; a mapping of its fields will do.
             Such an output ends at an end-of-sequence id whatever ``ignore_eos`` says.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_ids: special tokens that stay in the text all the same, for whoever parses it.
         include_stop_str_in_output: keep the matched stop string at the end of the text.
 
     Raises:
@@ -111,6 +112,7 @@ class SamplingParams:
     logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
+    shown_special_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:

@@ -37,7 +37,8 @@ class Sequence:
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
         num_preemptions: how often its pages were taken away.
         arrival: number among all sequences, in order of arrival.
-        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted;
+            None until then, and where the cache is off.
     """
 
     request: Request
@@ -53,7 +54,7 @@ class Sequence:
     prefill_len: int = 0
     num_preemptions: int = 0
     arrival: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     awaits_verify: bool = False
     is_counted: bool = True
     constraint: TokenConstraint | None = None

@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from jaxserve.barrier import journal
 from jaxserve.barrier.race_check import RaceCheck
@@ -264,11 +265,10 @@ class Engine:
             raise CapacityError("the prefix cache is not flushed while requests run; try again when the server is idle")
         return self.scheduler.memory.forget_all()
 
-    def encode_chat(self, messages: list[dict], *, add_generation_prompt: bool = True, tools=None) -> list[int]:
-        """Token ids of a conversation by the model's chat template. Raises InvalidRequest."""
-        return encode_chat(
-            self.tokenizer, self.chat_template, messages, add_generation_prompt=add_generation_prompt, tools=tools
-        )
+    def encode_chat(self, messages: list[dict], *, template: str | None = None, **options: Any) -> list[int]:
+        """Token ids of a conversation by a chat template, the model's own by default; ``options`` as those of
+        ``jaxserve.text.chat_template.encode_chat``. Raises InvalidRequest."""
+        return encode_chat(self.tokenizer, template or self.chat_template, messages, **options)
 
     # -- failure -----------------------------------------------------------------------------------------------------
 

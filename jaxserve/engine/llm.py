@@ -73,10 +73,12 @@ class LLM:
         return self._run(encoded, self._params_for(encoded, params))
 
     def chat(self, messages: Sequence[dict] | Sequence[Sequence[dict]],
-             params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:  # fmt: skip
-        """Answers one conversation, or several, by the model's chat template."""
+             params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any,
+             ) -> list[RequestOutput]:  # fmt: skip
+        """Answers one conversation, or several, by the model's chat template. ``template`` says more about it: see
+        ``Engine.encode_chat`` (``tools``, ``variables``, ``continue_final_message``)."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        encoded: list[Encoded] = [(None, self.engine.encode_chat(list(c))) for c in conversations]  # type: ignore
+        encoded: list[Encoded] = [(None, self.engine.encode_chat(list(c), **template)) for c in conversations]  # type: ignore
         return self._run(encoded, self._params_for(encoded, params))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:

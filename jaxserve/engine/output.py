@@ -28,8 +28,9 @@ class OutputBuilder:
         self._stop_ids = set(stop_ids(params, eos_token_ids))
         self._explicit_stop_ids = set(params.stop_token_ids)
         self._text = IncrementalDetokenizer(
-            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output, params.min_tokens
-        )
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop_str_in_output, params.min_tokens,
+            shown_special_ids=params.shown_special_ids,
+        )  # fmt: skip
         # A stop id is part of the output's ids. Its text shows only if asked for, as that of stop strings does.
         self._show_stop_id = params.include_stop_str_in_output or not params.skip_special_tokens
 

@@ -64,7 +64,7 @@ class KVMemory:
             self._held[sequence] = path
         sequence.page_ids = [node.page for node in path] + pages
         sequence.num_scheduled = len(path) * self.page_size
-        if not sequence.num_preemptions:
+        if self.cache is not None and sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_scheduled
             if self._may_hit(sequence):
                 self.num_queried += len(sequence.token_ids)

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server import (
+    cache_api,
     chat_api,
     completions_api,
     generate_api,
@@ -33,7 +34,7 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
     app.state.lifecycle = lifecycle
     app.state.settings = settings
     app.state.http_metrics = metrics.HttpMetrics()
-    for api in (chat_api, completions_api, generate_api, models_api, tokens_api, health_api, metrics):
+    for api in (cache_api, chat_api, completions_api, generate_api, models_api, tokens_api, health_api, metrics):
         app.include_router(api.router)
     add_profiling(app, settings.profile_dir)
     app.add_exception_handler(JaxserveError, handle_known)

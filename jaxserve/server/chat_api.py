@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,15 +14,18 @@ from starlette.responses import Response
 
 from jaxserve.core.request import CompletionOutput, OutputDelta
 from jaxserve.server.body import read_request
+from jaxserve.server.chat_output import ChatOutput, OutputForm
 from jaxserve.server.chat_wire import ChatCompletionRequest
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
 from jaxserve.server.generation import Generation
+from jaxserve.server.generation_wire import scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import chat_logprobs
 from jaxserve.server.model_names import check_model, served_name
 from jaxserve.server.prompts import encode_messages
+from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
 
@@ -35,50 +39,62 @@ async def chat_completions(request: Request) -> Response:
     engine = lifecycle.engine()
     body = await read_request(request, ChatCompletionRequest)
     check_model(engine, body.model)
-    params = body.params()
+    settings: ServerSettings = request.app.state.settings
+    use, params = body.tool_use(), body.params()
+    form = OutputForm.of(settings, use, body.separate_reasoning is not False, params)
+    options = body.template_options(settings, use)
+    params = dataclasses.replace(params, shown_special_ids=form.shown_ids(engine.tokenizer))
     await compile_grammar(engine, params)
-    prompt = await encode_messages(engine, body.messages, body.add_generation_prompt is not False)
+    prompt = await encode_messages(engine, body.messages, options)
+    form = dataclasses.replace(form, prompt_end=form.prompt_end_of(prompt, engine.tokenizer))
     head: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, [prompt], params, head["id"])
+    generation = Generation(lifecycle, [prompt], params, head["id"], scheduling=scheduling_of(body))
     if body.stream:
-        return SSEResponse(_frames(generation, body, head, engine.tokenizer), generation)
+        return SSEResponse(_frames(generation, body, form, head, engine.tokenizer), generation)
     async with generation:
-        return await until_disconnect(request.receive, _whole(generation, head, engine.tokenizer))
+        return await until_disconnect(request.receive, _whole(generation, form, head, engine.tokenizer))
 
 
-async def _whole(generation: Generation, head: dict[str, Any], tokenizer: TokenizerLike) -> Response:
+async def _whole(generation: Generation, form: OutputForm, head: dict[str, Any], tokenizer: TokenizerLike) -> Response:
     outputs = await generation.collect()
-    choices = [_choice(output, tokenizer) for output in outputs]
+    choices = [_choice(output, form, tokenizer) for output in outputs]
     return json_response(head | {"choices": choices, "usage": generation.usage()})
 
 
-def _choice(output: CompletionOutput, tokenizer: TokenizerLike) -> dict[str, Any]:
+def _choice(output: CompletionOutput, form: OutputForm, tokenizer: TokenizerLike) -> dict[str, Any]:
+    message, reason = ChatOutput(form).message(output.text, output.finish_reason)
     return {
         "index": output.index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": message,
         "logprobs": None if output.logprobs is None else chat_logprobs(tokenizer, output.logprobs),
-        "finish_reason": output.finish_reason,
+        "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }
 
 
 async def _frames(
-    generation: Generation, body: ChatCompletionRequest, head: dict[str, Any], tokenizer: TokenizerLike
+    generation: Generation,
+    body: ChatCompletionRequest,
+    form: OutputForm,
+    head: dict[str, Any],
+    tokenizer: TokenizerLike,
 ) -> AsyncGenerator[bytes, None]:
-    greeted: set[int] = set()
+    outputs: dict[int, ChatOutput] = {}
 
-    def chunk(choice: int, delta: dict[str, Any], source: OutputDelta | None = None) -> bytes:
+    def chunk(
+        choice: int, delta: dict[str, Any], source: OutputDelta | None = None, reason: str | None = None
+    ) -> bytes:
         one: dict[str, Any] = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         if source is not None:
             if body.logprobs:
                 one["logprobs"] = chat_logprobs(tokenizer, source.logprobs)
-            if source.finish_reason is not None:
-                one["finish_reason"] = source.finish_reason
+            if reason is not None:
+                one["finish_reason"] = reason
                 one["stop_reason"] = source.stop_reason
         whole = head | {"choices": [one]}
         if body.continuous_usage:
@@ -88,12 +104,13 @@ async def _frames(
         return frame(whole)
 
     async for choice, delta in generation.deltas():
-        if choice not in greeted:
-            greeted.add(choice)
+        if choice not in outputs:
+            outputs[choice] = ChatOutput(form)
             yield chunk(choice, {"role": "assistant", "content": ""})
-        # a step whose text is held back (half a character, a possible stop string) has nothing to show
-        if delta.text or delta.finish_reason or delta.logprobs or body.continuous_usage:
-            yield chunk(choice, {"content": delta.text} if delta.text else {}, delta)
+        shown, reason = outputs[choice].take(delta.text, delta.finish_reason)
+        # a step whose text is held back (half a character, a possible stop string or call) has nothing to show
+        if shown or reason or delta.logprobs or body.continuous_usage:
+            yield chunk(choice, shown, delta, reason)
     if body.include_usage:
         yield frame(head | {"choices": [], "usage": generation.usage()})
     yield DONE

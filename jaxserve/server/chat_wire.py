@@ -9,12 +9,18 @@ from pydantic import Field, field_validator
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.generation_wire import GenerationRequest
+from jaxserve.server.settings import ServerSettings
+from jaxserve.server.tools_wire import ToolUse, check_tool_calls, check_tools
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# beside role and content, by role
+_MORE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
+_MAY_BE_EMPTY = ("tool_calls", "function_call", "refusal", "audio", "reasoning_content", "annotations")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages with plain string contents, ready for the chat template. ``developer`` becomes ``system``.
+    """Messages with plain string contents, ready for the chat template. ``developer`` becomes ``system``, arguments of
+    calls become objects.
 
     Raises:
         ValueError: says what a list of messages must look like.
@@ -30,16 +36,25 @@ def _check_message(position: int, message: Any) -> dict[str, Any]:
         raise ValueError(f'{where} must be an object like {{"role": "user", "content": "Hi"}}')
     role = message.get("role")
     if role not in ROLES:
-        extra = " (tool messages are not supported)" if role in ("tool", "function") else ""
-        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}{extra}, not {role!r}")
+        raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}")
+    more: dict[str, Any] = {}
     for name, value in message.items():
-        if name in ("tool_calls", "function_call", "refusal", "audio", "reasoning_content") and not value:
+        if name in _MAY_BE_EMPTY and not value:
             continue  # clients send back what they were sent, empty fields included
         if name == "name" and (value is None or isinstance(value, str)):
             continue
-        if name not in ("role", "content"):
+        if name in _MORE.get(role, ()):
+            more[name] = check_tool_calls(f"{where}.{name}", value) if name == "tool_calls" else value
+            if name != "tool_calls" and not isinstance(value, str):
+                raise ValueError(f"{where}.{name} must be a string")
+        elif name not in ("role", "content"):
             raise ValueError(f"{where}.{name} is not supported; leave it out")
-    checked = {"role": "system" if role == "developer" else role, "content": _text_of(where, message.get("content"))}
+    if role == "tool" and not more.get("tool_call_id"):
+        raise ValueError(f"{where}.tool_call_id must say which call the message answers")
+    content = message.get("content")
+    if content is None and ("tool_calls" in more or "reasoning_content" in more):
+        content = ""
+    checked = {"role": "system" if role == "developer" else role, "content": _text_of(where, content), **more}
     if message.get("name"):
         checked["name"] = message["name"]
     return checked
@@ -60,6 +75,29 @@ def _text_of(where: str, content: Any) -> str:
     return "\n".join(texts)
 
 
+def template_options(
+    settings: ServerSettings,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    tools: list[dict[str, Any]] | None = None,
+    variables: dict[str, Any] | None = None,
+    template: str | None = None,
+) -> dict[str, Any]:
+    """Options of ``EngineLike.encode_chat``: what asks for nothing is left out."""
+    goes_on = bool(continue_final_message)
+    options: dict[str, Any] = {
+        "add_generation_prompt": not goes_on if add_generation_prompt is None else add_generation_prompt
+    }
+    more = {
+        "template": template or settings.chat_template,
+        "tools": tools,
+        "variables": variables,
+        "continue_final_message": goes_on,
+    }
+    return options | {name: value for name, value in more.items() if value}
+
+
 class ChatCompletionRequest(GenerationRequest):
     """``messages`` plus sampling fields. Without ``max_tokens`` the answer may fill the context."""
 
@@ -68,8 +106,50 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = Field(None, json_schema_extra={"type": ["array", "null"], "items": {"type": "object"}})
+    tool_choice: Any = Field(None, json_schema_extra={"type": ["string", "object", "null"]})
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None  # False: reasoning stays in the content
 
     _check_messages = field_validator("messages")(check_messages)
+    _check_tools = field_validator("tools")(check_tools)
+
+    def tool_use(self) -> ToolUse:
+        """What it says about tools.
+
+        Raises:
+            InvalidRequest: a choice that the tools do not offer, or another field that forbids calls.
+        """
+        use = ToolUse.of(self.tools or [], self.tool_choice, self.parallel_tool_calls)
+        form = self.form()
+        if form is not None and use.choice != "none":
+            message = f"{form.param} leaves no room for tool calls; send tool_choice 'none', or leave one of them out"
+            raise InvalidRequest(message, param=form.param, code="invalid_value")
+        return use
+
+    def template_options(self, settings: ServerSettings, use: ToolUse) -> dict[str, Any]:
+        """How its messages become a prompt, see ``text.chat_template.encode_chat``.
+
+        Raises:
+            InvalidRequest: a template of its own, which this server does not take.
+        """
+        if self.chat_template is not None and not settings.trust_request_chat_template:
+            message = (
+                "chat_template in a request is refused, because rendering it can take any amount of time; start the "
+                "server with --trust-request-chat-template, or with --chat-template FILE"
+            )
+            raise InvalidRequest(message, param="chat_template", code="untrusted_chat_template")
+        return template_options(
+            settings,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=list(use.tools),
+            variables=self.chat_template_kwargs,
+            template=self.chat_template,
+        )
 
     def params(self) -> SamplingParams:
         """The engine's parameters.
@@ -88,7 +168,10 @@ class ChatCompletionRequest(GenerationRequest):
             message = f"top_logprobs needs logprobs: true, got top_logprobs={self.top_logprobs} without it"
             raise InvalidRequest(message, param="top_logprobs", code="invalid_value")
         try:
-            return self.sampling_params(max_tokens=limit, logprobs=num_logprobs)
+            more: dict[str, Any] = {}
+            if (form := self.tool_use().form()) is not None:
+                more["structured_outputs"] = form
+            return self.sampling_params(max_tokens=limit, logprobs=num_logprobs, **more)
         except InvalidRequest as error:
             if error.param == "logprobs":  # the engine's field; the client's is called top_logprobs
                 message = error.message.replace("logprobs", "top_logprobs", 1)

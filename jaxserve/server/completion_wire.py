@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.generation_wire import GenerationRequest
+from jaxserve.server.wire import CHAT_ONLY, UNSUPPORTED
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -41,6 +42,8 @@ def check_prompts(value: Any) -> Prompts:
 
 class CompletionRequest(GenerationRequest):
     """``prompt`` plus sampling fields. Choice ``i`` continues prompt ``i // n``. ``max_tokens`` defaults to 16."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, **CHAT_ONLY}
 
     prompt: Any = Field(json_schema_extra={"type": ["string", "array"]})
     logprobs: int | None = None

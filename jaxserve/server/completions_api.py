@@ -17,6 +17,7 @@ from jaxserve.server.completion_wire import DEFAULT_MAX_TOKENS, CompletionReques
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
 from jaxserve.server.generation import Generation
+from jaxserve.server.generation_wire import scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import CompletionLogprobs
@@ -44,7 +45,7 @@ async def completions(request: Request) -> Response:
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS)
+    generation = Generation(lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS, scheduling_of(body))
     if body.stream:
         return SSEResponse(_frames(generation, body, params, head, engine.tokenizer), generation)
     async with generation:

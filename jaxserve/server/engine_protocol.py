@@ -49,14 +49,17 @@ class EngineLike(Protocol):
     def metrics(self) -> Any: ...  # has .registry: prometheus_client.CollectorRegistry
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None
-    ) -> list[int]: ...
+        self, messages: list[dict[str, Any]], **options: Any
+    ) -> list[int]: ...  # options: of text.chat_template.encode_chat, and template
 
     def check_controls(self, params: SamplingParams) -> None: ...  # slow for a grammar that is new
 
     def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[OutputDelta]: ...
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, *,
+        priority: int = 0, cache_salt: str | None = None,
+    ) -> AsyncIterator[OutputDelta]: ...  # fmt: skip
+
+    async def flush_cache(self) -> int: ...  # pages that freed; CapacityError while requests run
 
     def abort(self, request_id: str) -> bool: ...
 

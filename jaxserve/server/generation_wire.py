@@ -9,6 +9,7 @@ from pydantic.config import JsonDict
 
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.server.structure_wire import GUIDED, structured_outputs
 from jaxserve.server.wire import HARMLESS, UNSUPPORTED, WireModel
 
@@ -34,7 +35,13 @@ _SAMPLING = (
 )
 
 _FORMS = ("response_format", "structured_outputs", *GUIDED)
+SCHEDULING = ("priority", "cache_salt")
 _OBJECT: JsonDict = {"type": ["object", "null"]}
+
+
+def scheduling_of(body: WireModel) -> dict[str, Any]:
+    """Keyword arguments of ``EngineLike.generate``: those that were sent."""
+    return {name: value for name in SCHEDULING if (value := getattr(body, name)) is not None}
 
 
 class StreamOptions(WireModel):
@@ -58,6 +65,8 @@ class GenerationRequest(WireModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     n: int | None = None
     best_of: int | None = None
     stop: Any = Field(None, json_schema_extra={"type": ["string", "array", "null"], "items": {"type": "string"}})
@@ -99,6 +108,10 @@ class GenerationRequest(WireModel):
         """Whether each chunk of a stream carries the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def form(self) -> StructuredOutputs | None:
+        """The form it wants of the output. Raises InvalidRequest."""
+        return structured_outputs({name: getattr(self, name) for name in _FORMS})
+
     def sampling_params(self, **more: Any) -> SamplingParams:
         """The engine's parameters; fields left out or null take the defaults of ``SamplingParams``.
 
@@ -110,5 +123,5 @@ class GenerationRequest(WireModel):
             message = f"best_of other than n is not supported; leave it out, got best_of={self.best_of} with n={n}"
             raise InvalidRequest(message, param="best_of", code="unsupported_field")
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
-        given["structured_outputs"] = structured_outputs({name: getattr(self, name) for name in _FORMS})
+        given["structured_outputs"] = self.form()
         return SamplingParams(**(given | more))

@@ -34,18 +34,18 @@ async def encode_prompts(engine: EngineLike, prompts: Prompts, add_special_token
     return encoded
 
 
-async def encode_messages(
-    engine: EngineLike, messages: list[dict[str, Any]], add_generation_prompt: bool = True
-) -> list[int]:
-    """Token ids of a conversation under the model's chat template.
+async def encode_messages(engine: EngineLike, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+    """Token ids of a conversation under a chat template; ``options`` as those of ``encode_chat``.
 
     Raises:
         InvalidRequest: no template, or one that refuses the conversation.
     """
 
     def encode() -> list[int]:
-        return engine.encode_chat(messages, add_generation_prompt=add_generation_prompt)
+        return engine.encode_chat(messages, **options)
 
-    if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
+    # A template of unknown origin may take its time.
+    short = sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS
+    if short and not options.keys() & {"template", "tools"}:
         return encode()
     return await asyncio.to_thread(encode)

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.server.body import read_request
-from jaxserve.server.chat_wire import check_messages
+from jaxserve.server.chat_wire import check_messages, template_options
 from jaxserve.server.json_response import json_response
 from jaxserve.server.logprobs_wire import token_name
 from jaxserve.server.model_names import check_model
 from jaxserve.server.prompts import encode_messages
+from jaxserve.server.tools_wire import check_tools
 from jaxserve.server.wire import WireModel
 
 router = APIRouter()
@@ -25,7 +26,7 @@ router = APIRouter()
 class TokenizeRequest(WireModel):
     """Either ``prompt`` or ``messages``."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"tools": ([],), "chat_template": ()}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 
     model: str | None = None
     prompt: str | None = None
@@ -33,6 +34,11 @@ class TokenizeRequest(WireModel):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = Field(None, json_schema_extra={"type": ["array", "null"], "items": {"type": "object"}})
+
+    _check_tools = field_validator("tools")(check_tools)
 
     @field_validator("messages")
     @classmethod
@@ -57,7 +63,14 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt", code="invalid_value")
     if body.messages is not None:
-        ids = await encode_messages(engine, body.messages, body.add_generation_prompt is not False)
+        options = template_options(
+            request.app.state.settings,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            variables=body.chat_template_kwargs,
+        )
+        ids = await encode_messages(engine, body.messages, options)
     else:
         ids = await asyncio.to_thread(engine.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": engine.context_length}

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -71,28 +72,56 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
 ) -> list[int]:
     """Token ids of a conversation, with control tokens only where the template put them.
 
     The template decides about BOS; where it writes none and the tokenizer adds BOS to text, one is added.
 
+    Args:
+        continue_final_message: leave out what the template writes behind the last message, so that the output goes on
+            with it; ``add_generation_prompt`` must be false.
+
     Raises:
-        InvalidRequest: as ``render_chat``.
+        InvalidRequest: as ``render_chat``; or tools, and a template that has no place for them.
     """
     template = _required(template)
     checked = _checked_messages(messages, template)
+    if tools and not takes_tools(template):
+        raise InvalidRequest(
+            "this model's chat template has no place for tools, so the model would not see them; start the server with "
+            "--chat-template FILE and a template that lists them, e.g. examples/chatml_tools.jinja",
+            param="tools", code="template_without_tools",
+        )  # fmt: skip
     mark = _unused_character(checked, tools, variables)
     guard = _Guard(sorted(tokenizer.special_texts, key=len, reverse=True), mark)
     bos_id = tokenizer.bos_token_id
+    guarded = [guard.message(message) for message in checked]
+    end = None
+    if continue_final_message:
+        if add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message needs add_generation_prompt: false, got true",
+                param="continue_final_message", code="invalid_value",
+            )  # fmt: skip
+        end = _unused_character(checked, tools, variables, mark)
+        guarded[-1]["content"] += end
     text = _render(
         template,
-        [guard.message(message) for message in checked],
+        guarded,
         add_generation_prompt,
         guard.strings(tools),
         _text_of(tokenizer, bos_id),
         _text_of(tokenizer, tokenizer.eos_token_id),
         guard.strings(variables),
     )
+    if end is not None:
+        text, found, _ = text.rpartition(end)
+        if not found:
+            raise InvalidRequest(
+                "the chat template leaves out the last message, so it cannot be continued", param="messages",
+                code="chat_template_error",
+            )  # fmt: skip
     ids = tokenizer.encode_rendered(text, mark)
     if tokenizer.adds_bos and bos_id is not None and ids[:1] != [bos_id]:
         ids.insert(0, bos_id)
@@ -233,14 +262,27 @@ def _render(
 
 
 @lru_cache(maxsize=16)
+def takes_tools(template: str) -> bool:
+    """Whether a template does anything with the tools it is given."""
+    try:
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
+    except jinja2.TemplateError:
+        return True  # rendering will say what is wrong with it
+
+
+@lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    return environment
 
 
 def _to_json(

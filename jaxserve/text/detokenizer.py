@@ -28,6 +28,7 @@ class IncrementalDetokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        shown_special_ids: Iterable[int] = (),
     ):
         """Starts an empty output.
 
@@ -36,11 +37,12 @@ class IncrementalDetokenizer:
             stop: non-empty strings that end the output.
             include_stop: keep the matched stop string at the end of the text.
             min_tokens: a stop string that is complete within so many tokens is text like any other.
+            shown_special_ids: control tokens that are not left out.
         """
         if any(not s for s in stop):
             raise ValueError(f"stop strings must be non-empty, got {stop!r}")
         self._stream = tokenizer.open_stream()
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset[int]()
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens

@@ -83,13 +83,21 @@ class ScriptedEngine:
         Counter("jaxserve:generation_tokens", "tokens", registry=registry)
         self.metrics = SimpleNamespace(registry=registry)
 
-    def encode_chat(self, messages, *, add_generation_prompt=True, tools=None) -> list[int]:
+    def encode_chat(self, messages, *, add_generation_prompt=True, **options) -> list[int]:
+        self.chat_options = {"add_generation_prompt": add_generation_prompt, **options}
         if any("forbidden" in message["content"] for message in messages):
             raise InvalidRequest("the template refuses this", param="messages")
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
         return self.tokenizer.encode(text + ("assistant:" if add_generation_prompt else ""))
 
-    def generate(self, prompt, params: SamplingParams, request_id: str | None = None) -> AsyncIterator[OutputDelta]:
+    async def flush_cache(self) -> int:
+        if self.running:
+            raise CapacityError("busy")
+        return 7
+
+    def generate(self, prompt, params: SamplingParams, request_id: str | None = None, *,
+                 priority: int = 0, cache_salt: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
+        self.scheduling = {"priority": priority, "cache_salt": cache_salt}
         if self.dead:
             raise EngineDead(self.dead)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

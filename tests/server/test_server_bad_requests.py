@@ -102,10 +102,7 @@ UNSUPPORTED = [
     ("best_of", 4),
     ("best_of", 0),
     ("echo", True),
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "required"),
     ("suffix", "end"),
-    ("cache_salt", "a"),
     ("prompt_logprobs", 1),
 ]
 

@@ -182,3 +182,42 @@ def test_lone_surrogates_are_refused(byte: Tokenizer) -> None:
         encode_chat(byte, CHAT_TEMPLATE, user("a\udc00"))
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         encode_chat(byte, CHAT_TEMPLATE, user("</s>\udc00"))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "says </s>", "parameters": {"type": "object"}}}
+
+
+def test_tools_need_a_template_that_has_a_place_for_them(byte: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(InvalidRequest, match="--chat-template") as caught:
+        encode_chat(byte, CHAT_TEMPLATE, messages, tools=[TOOL])
+    assert caught.value.code == "template_without_tools"
+    with_tools = "{% for t in tools or [] %}{{ t.function.name + t.function.description }}{% endfor %}" + CHAT_TEMPLATE
+    ids = encode_chat(byte, with_tools, messages, tools=[TOOL])
+    assert bytes(i for i in ids if i < 256).startswith(b"fsays </s>") and ids.count(257) == 0
+
+
+def test_the_last_message_can_be_continued(byte: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So <|eot|> "}]
+    ids = encode_chat(byte, CHAT_TEMPLATE, messages, add_generation_prompt=False, continue_final_message=True)
+    whole = encode_chat(byte, CHAT_TEMPLATE, messages, add_generation_prompt=False)
+    assert ids == whole[:-1] and whole[-1] == EOT
+    with pytest.raises(InvalidRequest, match="add_generation_prompt"):
+        encode_chat(byte, CHAT_TEMPLATE, messages, continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="leaves out"):
+        encode_chat(byte, "x", messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_the_template_for_tools_renders_calls_and_answers() -> None:
+    template = (REFERENCE.parent.parent / "examples" / "chatml_tools.jinja").read_text(encoding="utf-8")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+    ]
+    text = render_chat(template, messages, tools=[TOOL])
+    assert '<tools>\n{"type": "function", "function": {"name": "f"' in text
+    assert '<|im_start|>assistant\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
+    assert "<tool_response>\n42\n</tool_response>" in text and text.endswith("<|im_start|>assistant\n")
+    assert render_chat(template, messages[:1]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

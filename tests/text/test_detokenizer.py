@@ -204,3 +204,8 @@ def test_work_per_token_does_not_grow(byte_plus: Tokenizer, monkeypatch: pytest.
     monkeypatch.setattr(type(decoder), "piece", lambda self, token_id: calls.append(1) or original(self, token_id))
     run(byte_plus, MIXED_IDS * 50, ("never",))
     assert len(calls) == len(MIXED_IDS) * 50
+
+
+def test_control_tokens_may_be_shown_one_by_one(byte_plus: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(byte_plus, shown_special_ids=(EOT,))
+    assert detokenizer.push([72, EOT, EOS, 105])[0] + detokenizer.finish() == "H<|eot|>i"
