@@ -91,7 +91,10 @@ def test_a_stream_says_the_same_as_an_answer(served: Served, path: str) -> None:
     choice = whole["choices"][0]
     assert text == (choice["message"]["content"] if "chat" in path else choice["text"])
     assert parts[-1]["finish_reason"] == choice["finish_reason"]
-    assert chunks[-1]["usage"] == whole["usage"]
+    usages = whole["usage"], chunks[-1]["usage"]
+    cached = [usage.pop("prompt_tokens_details")["cached_tokens"] for usage in usages]
+    assert cached[1] > 0 and cached[1] >= cached[0]  # the answer left its pages
+    assert usages[0] == usages[1]
 
 
 def test_a_batch_answers_each_prompt_as_it_does_alone(served: Served) -> None:
