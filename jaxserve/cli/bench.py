@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxserve.cli import bench_serve
+from jaxserve.cli.bench_files import PLOTS, check_files
 from jaxserve.cli.parser import int_list
 from jaxserve.core.errors import ConfigError
-
-PLOTS = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("--from", dest="from_file", type=Path, metavar="FILE", help="measure again what this result "
                          "of an earlier run measured; other flags change it")  # fmt: skip
     _add_common(compare)
+    bench_serve.add_benches(benches)
 
 
 def _add_common(bench: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a value out of range, or a file that could not be written later.
         JaxserveError: the ways disagree about tokens.
     """
-    _check_files(arguments)
+    check_files(arguments)
     arguments.bench(arguments)
     return 0
 
@@ -179,18 +179,6 @@ def _given(arguments: argparse.Namespace, own: tuple[str, ...] = ()) -> dict[str
     fields |= {name: name for name in own}
     values = {field: getattr(arguments, flag) for field, flag in fields.items()}
     return {field: value for field, value in values.items() if value is not None}
-
-
-def _check_files(arguments: argparse.Namespace) -> None:
-    for flag, path in (("--json", arguments.json), ("--table", arguments.table), ("--plot", arguments.plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if arguments.plot is None:
-        return
-    if arguments.plot.suffix not in PLOTS:
-        raise ConfigError(f"--plot {arguments.plot}: the name must end in {', '.join(PLOTS)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; pip install 'jaxserve[plot]', or use --json and --table")
 
 
 def _sweep(arguments: argparse.Namespace) -> Any:

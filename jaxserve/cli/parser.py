@@ -14,10 +14,25 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags must be written in full: an abbreviation changes its meaning when a flag is added."""
+    """Flags must be written in full: an abbreviation changes its meaning when a flag is added.
 
-    def __init__(self, **options: Any):
+    Args:
+        rest: name of the attribute that takes what stands behind ``--``; None: nothing may stand there.
+    """
+
+    def __init__(self, *, rest: str | None = None, **options: Any):
         super().__init__(allow_abbrev=False, **options)
+        self._rest = rest
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does, without what belongs to somebody else."""
+        if self._rest is None or args is None:
+            return super().parse_known_args(args, namespace)
+        given = list(args)
+        place = given.index("--") if "--" in given else len(given)
+        parsed, unknown = super().parse_known_args(given[:place], namespace)
+        setattr(parsed, self._rest, tuple(given[place + 1 :]))
+        return parsed, unknown
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parses all arguments; exits with 2 and a suggestion on an unknown one."""

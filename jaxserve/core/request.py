@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
 from jaxserve.core.token_constraint import TokenConstraint
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -52,11 +55,13 @@ class TokenLogprob:
         token_id: the token that was chosen.
         logprob: its natural-log probability.
         top: (token id, logprob) of the most likely tokens, falling; as many as the request asked for.
+        rank: of a prompt token: 1 if it was the most likely one.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class OutputDelta:
         speculation: what speculation did for this output so far; None where it is off.
         cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV; None where that is
             off, and until it has been asked.
+        prompt_logprobs: one entry per prompt token, the first of them None; on the first delta of output 0 of a request
+            that asked for them.
+        embedding: float32[hidden], the prompt's pooled hidden state, likewise.
     """
 
     request_id: str
@@ -87,6 +95,8 @@ class OutputDelta:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass
@@ -94,7 +104,7 @@ class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
     ``speculation`` says what speculation did for it; None where that is off. ``cached_tokens`` are the prompt tokens
-    that the prefix cache had.
+    that the prefix cache had. ``prompt_logprobs`` and ``embedding`` are of output 0 only, as in ``OutputDelta``.
     """
 
     index: int
@@ -106,6 +116,8 @@ class CompletionOutput:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    embedding: np.ndarray | None = None
 
     def append(self, delta: OutputDelta) -> None:
         """Adds a delta of the same output."""
@@ -121,6 +133,10 @@ class CompletionOutput:
             self.speculation = delta.speculation
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = list(delta.prompt_logprobs)
+        if delta.embedding is not None:
+            self.embedding = delta.embedding
 
 
 @dataclass
@@ -137,6 +153,11 @@ class RequestOutput:
     def num_cached_tokens(self) -> int | None:
         """Prompt tokens the prefix cache had when the request began; None where it is off."""
         return self.outputs[0].cached_tokens  # a later output may have found what the first one left
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """One entry per prompt token, the first of them None; None unless asked for."""
+        return self.outputs[0].prompt_logprobs if self.outputs else None
 
     @property
     def speculation(self) -> SpeculationCounts | None:

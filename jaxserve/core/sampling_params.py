@@ -82,8 +82,15 @@ class SamplingParams:
         repetition_penalty: divides the logits of tokens that stand in prompt or output if they are positive, multiplies
             them if negative; 0.01 .. 10, 1 changes nothing.
         logit_bias: (token id, -100 .. 100) pairs, or a mapping: added to these tokens' logits. At most 300.
+        allowed_token_ids: the only ids the output may hold; None allows all. An end-of-sequence id has to be among them
+            to be chosen.
+        bad_words: strings that the output may not hold, as the tokenizer writes them at the start of a text and behind
+            a space; other ways to spell them with tokens are not found.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
+        prompt_logprobs: the same for prompt tokens, the first of which has none; None reports nothing.
+        pooling: ``last`` or ``mean``: also report the prompt's final hidden states, pooled (what ``/v1/embeddings`` is
+            made of); None reports nothing.
         structured_outputs: the form the output must have, see ``StructuredOutputs``; a mapping of its fields will do.
             Such an output ends at an end-of-sequence id whatever ``ignore_eos`` says.
         skip_special_tokens: leave special tokens out of the text.
@@ -109,7 +116,11 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    pooling: str | None = None
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     shown_special_ids: tuple[int, ...] = ()
@@ -145,16 +156,45 @@ class SamplingParams:
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         _check_number("repetition_penalty", self.repetition_penalty, low, high, f"a number in [{low}, {high:g}]")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check_limits()
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, "an integer in [0, 2**63-1]")
         _check_int("n", self.n, 1, MAX_N, f"an integer in [1, {MAX_N}]")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]")
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS, f"an integer in [0, {MAX_LOGPROBS}]")
+        if self.pooling not in (None, "last", "mean"):
+            raise _reject("pooling", "last or mean", self.pooling)
+        if self.pooling is not None and self.prompt_logprobs is not None:
+            raise _reject("prompt_logprobs", "left out with pooling", self.prompt_logprobs)
         for field in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, field), bool):
                 raise _reject(field, "true or false", getattr(self, field))
+
+    def _check_limits(self) -> None:
+        if self.allowed_token_ids is not None:
+            wanted = "a non-empty list of token ids >= 0"
+            if not isinstance(self.allowed_token_ids, (list, tuple)) or not self.allowed_token_ids:
+                raise _reject("allowed_token_ids", wanted, self.allowed_token_ids)
+            for token in self.allowed_token_ids:
+                _check_int("allowed_token_ids", token, 0, None, wanted)
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        words = () if self.bad_words is None else self.bad_words
+        if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise _reject("bad_words", "a list of strings that are not blank", self.bad_words)
+        object.__setattr__(self, "bad_words", tuple(words))
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether some tokens may not be chosen whatever came before, or behind some others."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether every prompt token has to be computed for this request, so that nothing cached can stand for it."""
+        return self.prompt_logprobs is not None or self.pooling is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from jaxserve.core.request import FinishReason, Request
+from jaxserve.core.request import FinishReason, Request, TokenLogprob
 from jaxserve.core.token_constraint import TokenConstraint
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Status(Enum):
@@ -15,6 +19,19 @@ class Status(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+@dataclass
+class PromptResults:
+    """What a request wanted to know of its prompt.
+
+    Attributes:
+        logprobs: of the prompt's tokens, from the first one, which has none.
+        embedding: float32[hidden], pooled so far.
+    """
+
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    embedding: np.ndarray | None = None
 
 
 @dataclass(eq=False)
@@ -39,6 +56,7 @@ class Sequence:
         arrival: number among all sequences, in order of arrival.
         num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted;
             None until then, and where the cache is off.
+        prompt_results: what it wanted to know of its prompt, as far as that is known.
     """
 
     request: Request
@@ -59,6 +77,7 @@ class Sequence:
     is_counted: bool = True
     constraint: TokenConstraint | None = None
     finish_reason: FinishReason | None = None
+    prompt_results: PromptResults = field(default_factory=PromptResults)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -26,12 +26,16 @@ def check_controls(
     """Raises InvalidRequest for an id the model does not have, more ids to hold back than fit, or a grammar that cannot
     be followed.
     """
-    wrong = [token for token, _ in params.logit_bias if token >= vocab_size]
-    if wrong:
-        raise InvalidRequest(
-            f"token ids of logit_bias must be integers in [0, {vocab_size - 1}], got {wrong[0]}",
-            param="logit_bias", code="invalid_token",
-        )  # fmt: skip
+    biased = [token for token, _ in params.logit_bias]
+    for param, ids in (("logit_bias", biased), ("allowed_token_ids", params.allowed_token_ids or ())):
+        wrong = [token for token in ids if token >= vocab_size]
+        if wrong:
+            raise InvalidRequest(
+                f"token ids of {param} must be integers in [0, {vocab_size - 1}], got {wrong[0]}",
+                param=param, code="invalid_token",
+            )  # fmt: skip
+    if params.limits_tokens and grammars is None:
+        raise _no_backend("bad_words" if params.bad_words else "allowed_token_ids")
     held = stop_ids(params, eos_token_ids)
     if params.min_tokens and len(held) > MAX_HELD_STOP_IDS:
         raise InvalidRequest(
@@ -57,10 +61,13 @@ def constraints_of(request: Request, grammars: Grammars | None) -> list[TokenCon
             raise _no_backend(None)
         return [request.constraint() for _ in outputs]
     form = request.params.structured_outputs
-    if form is None:
-        return [None for _ in outputs]
+    started: list[TokenConstraint | None] = [
+        None if form is None or grammars is None else grammars.start(form) for _ in outputs
+    ]
+    if not request.params.limits_tokens:
+        return started
     assert grammars is not None
-    return [grammars.start(form) for _ in outputs]
+    return [grammars.limited(request.params, constraint) for constraint in started]
 
 
 def _no_backend(param: str | None) -> InvalidRequest:

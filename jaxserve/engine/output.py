@@ -60,10 +60,15 @@ class OutputBuilder:
             self.finish_reason = reason
             text += self._text.finish()
         self._count(committed)
+        params, is_first = sequence.request.params, committed.length == sequence.prompt_len + 1
+        tells = is_first and sequence.index == 0 and params.reads_prompt
+        scores = sequence.prompt_results.logprobs if tells and params.prompt_logprobs is not None else None
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
             speculation=self.speculation, cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=None if scores is None else tuple(scores),
+            embedding=sequence.prompt_results.embedding if tells else None,
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,6 +11,17 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 
 Owner = TypeVar("Owner")
+
+
+class PromptUse(Enum):
+    """What is read of a prompt chunk beside what follows it.
+
+    SCORES: how likely each of its tokens was; SCORES_WITH_TOP: and what was likelier. POOLED: its hidden states.
+    """
+
+    SCORES = auto()
+    SCORES_WITH_TOP = auto()
+    POOLED = auto()
 
 
 class History(NamedTuple):
@@ -38,6 +50,7 @@ class StepBatch(Generic[Owner]):
         undrafted: bool[B], rows none of whose drafts may hold, because they are not known to whoever made the masks;
             None: there is no such row.
         next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
+        prompt_use: of EXTEND, what its sequence wants to know of the prompt; None: nothing.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -54,3 +67,4 @@ class StepBatch(Generic[Owner]):
     undrafted: np.ndarray | None = None
     next_token: int = -1
     samples: bool = True
+    prompt_use: PromptUse | None = None

@@ -16,6 +16,7 @@ from jaxserve.barrier.faults import pass_fault
 from jaxserve.barrier.tickets import Event
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.handover import Handover
+from jaxserve.runner.prompt_reader import PooledChunk, PromptScores
 from jaxserve.runner.sampler import Sampled
 
 
@@ -27,6 +28,7 @@ class StepResult:
         counts: int32[B], tokens each row emits, at least 1; what lies behind them means nothing.
         tokens: int32[B, Q]; logprobs: float32[B, Q]; top_ids: int32[B, Q, 20]; top_logprobs: float32[B, Q, 20];
             finite: bool[B, Q]. The three about logprobs are empty unless they were asked for.
+        prompt: what was read of a prompt chunk, as arrays of the host.
     """
 
     counts: np.ndarray
@@ -35,6 +37,7 @@ class StepResult:
     top_ids: np.ndarray
     top_logprobs: np.ndarray
     finite: np.ndarray
+    prompt: PromptScores | PooledChunk | None = None
 
 
 class Phase(NamedTuple):
@@ -75,6 +78,7 @@ class Launch:
         later: what was launched after the target model's program, in order; ``read_ends``, ``read_done`` and
             ``step_done`` are those of the last one that reads shared rows.
         other_events: records of the others.
+        prompt: what is read of a prompt chunk, on the device.
     """
 
     batch: StepBatch
@@ -89,6 +93,7 @@ class Launch:
     handover: Handover | None = None
     later: tuple[Phase, ...] = ()
     other_events: tuple[Event, ...] = ()
+    prompt: PromptScores | PooledChunk | None = None
 
     def followed_by(self, phase: Phase) -> Launch:
         """The step with one more phase, which ends it."""
@@ -143,4 +148,5 @@ class Launch:
             )
         else:
             logprobs = top_ids = top_logprobs = np.zeros(0)
-        return StepResult(counts, tokens, logprobs, top_ids, top_logprobs, finite)
+        prompt = None if self.prompt is None else type(self.prompt)(*(np.asarray(x) for x in self.prompt))
+        return StepResult(counts, tokens, logprobs, top_ids, top_logprobs, finite, prompt)

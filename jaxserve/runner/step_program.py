@@ -151,6 +151,7 @@ class StepOutputs(NamedTuple):
     Attributes:
         sampled: one row per batch row; in TARGET_VERIFY Q rows for each, those of the accepted path first.
         counts: int32[B], how many of a row's results count; None outside TARGET_VERIFY: one.
+        hidden: [Q, hidden], final hidden states of an EXTEND chunk, see ``runner.prompt_reader``; else None.
     """
 
     pool: PagedKV
@@ -159,6 +160,7 @@ class StepOutputs(NamedTuple):
     end: jax.Array
     counts: jax.Array | None = None
     handover: Handover | None = None
+    hidden: jax.Array | None = None
 
 
 def read_rows(key: ProgramKey, ticket: jax.Array, tables: list[jax.Array], row_ids: jax.Array) -> StepRows:
@@ -329,6 +331,7 @@ def make_step_program(
         hidden, features = observed_call(model, tokens.reshape(-1), positions.reshape(-1), attend, key.feature_points)
         if features is not None:
             features = features.reshape(shape.batch, shape.queries, -1)
+        states = hidden if mode is ForwardMode.EXTEND else None
         if mode is ForwardMode.EXTEND:  # only the chunk's last token can be followed by a new one
             hidden = jax.lax.dynamic_slice_in_dim(hidden, inputs.num_tokens - 1, 1)
             sampled_positions = metadata.lengths + inputs.num_tokens
@@ -381,6 +384,6 @@ def make_step_program(
             end = ops.record_end(ticket, *results)
         elif key.noted:
             end = ops.note(ticket, "end", _HERE, *results).astype(jnp.uint32)
-        return StepOutputs(pool, relay, sampled, end, counts, handover)
+        return StepOutputs(pool, relay, sampled, end, counts, handover, states)
 
     return step

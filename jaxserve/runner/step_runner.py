@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.attention.base import StepShape
+from jaxserve.barrier import journal
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
@@ -26,6 +28,7 @@ from jaxserve.runner.program_arguments import (
     step_arguments,
 )
 from jaxserve.runner.program_cache import ProgramCache
+from jaxserve.runner.prompt_reader import PromptReader
 from jaxserve.runner.step_program import (
     CHAIN,
     DraftForm,
@@ -75,6 +78,7 @@ class StepRunner(PhaseRunner):
         self._feature_points = feature_points
         windows, vocab_size = runner.model.config.attention_windows, runner.model.config.vocab_size
         self._count_seeds = CountSeeds(runner.rows.layout.num_slots + 1, vocab_size, on_late_compile)
+        self._prompt_reader = PromptReader(runner.model, runner.kv.dtype, num_ids, on_late_compile)
         self._mask_words = ceil_div(vocab_size, MASK_BITS)
         self._free_masks: dict[tuple[int, int], TokenMasks] = {}  # (rows, queries); nothing is sent when all are free
         self.steps = ProgramCache(
@@ -113,6 +117,7 @@ class StepRunner(PhaseRunner):
         super().warm_up(progress)
         self._count_seeds.compile()
         self._count_seeds.warm = True
+        self._prompt_reader.warm_up(self.buckets.prefill_tokens)
 
     def execute(self, batch: StepBatch, write_done: int, wants_logprobs: bool) -> Launch:
         """Launches a step and publishes its read-done event, if it has one. Returns without waiting for results.
@@ -143,10 +148,20 @@ class StepRunner(PhaseRunner):
         phase = self._launch(batch, shape, inputs, write_done, upstream=drafted, after=after)
         out: StepOutputs = phase.outputs
         assert phase.read_ends is not None
-        return Launch(
+        launch = Launch(
             batch, phase.read_ends, phase.step_done, out.sampled, phase.read_done, wants_logprobs, out.counts,
             number=phase.number, handover=out.handover,
         )  # fmt: skip
+        if batch.prompt_use is None:
+            return launch
+        try:
+            assert out.hidden is not None
+            return dataclasses.replace(launch, prompt=self._prompt_reader.read(batch, out.hidden, inputs))
+        except BaseException:
+            # The step fails, but what was launched runs, and reads rows that whoever recovers is about to write.
+            journal.gave_up(launch.number)
+            launch.settle(self.runner.config.fence_timeout_s)
+            raise
 
     def _call(self, key: ProgramKey, operand: Any, inputs: HostInputs, private: Private, upstream: Any) -> StepOutputs:
         runner = self.runner

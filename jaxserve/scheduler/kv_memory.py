@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sequence import Sequence
 from jaxserve.core.shapes import ceil_div
+from jaxserve.scheduler.logprobs import prompt_use
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import CachedPage, PrefixCache
 
@@ -72,8 +73,8 @@ class KVMemory:
         return True
 
     def _may_hit(self, sequence: Sequence) -> bool:
-        # Log-probabilities of a prompt need every position of it computed.
-        return self.cache is not None and getattr(sequence.request.params, "prompt_logprobs", None) is None
+        # Whoever asks about the prompt needs every position of it computed.
+        return self.cache is not None and prompt_use(sequence) is None
 
     def _cached_prefix(self, sequence: Sequence) -> list[CachedPage]:
         if self.cache is None or not self._may_hit(sequence):

@@ -15,6 +15,7 @@ from jaxserve.runner.launch import Launch, StepResult
 from jaxserve.runner.logit_controls import MASK_BITS
 from jaxserve.runner.worker import TargetWorker
 from jaxserve.scheduler.kv_memory import KVMemory
+from jaxserve.scheduler.logprobs import keep_prompt_results, output_logprob
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.step_planner import StepPlanner
@@ -111,6 +112,7 @@ class Scheduler:
     def commit(self, launch: Launch, result: StepResult) -> list[Committed]:
         """Applies a step's tokens to its sequences. Tokens of sequences that ended meanwhile are dropped."""
         batch: StepBatch[Sequence] = launch.batch
+        keep_prompt_results(batch, result)
         if not batch.samples:
             return []
         committed = []
@@ -135,7 +137,7 @@ class Scheduler:
                 verified = self.speculation.committed(sequence, count, num_relayed)
             committed += [
                 Committed(
-                    sequence, sequence.token_ids[before + place], _logprob(sequence, result, row, place),
+                    sequence, sequence.token_ids[before + place], output_logprob(sequence, result, row, place),
                     bool(result.finite[row, place]), before + place + 1, place, verified,
                 )
                 for place in range(count)
@@ -182,12 +184,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises JaxserveError if slots or pages were lost or doubled."""
         self.residency.check_integrity()
-
-
-def _logprob(sequence: Sequence, result: StepResult, row: int, place: int) -> TokenLogprob | None:
-    count = sequence.request.params.logprobs
-    if count is None:
-        return None
-    at = row, place
-    top = zip(result.top_ids[at][:count].tolist(), result.top_logprobs[at][:count].tolist(), strict=True)
-    return TokenLogprob(int(result.tokens[at]), float(result.logprobs[at]), tuple(top))

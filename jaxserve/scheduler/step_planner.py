@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.runner.batch import History, StepBatch
+from jaxserve.scheduler.logprobs import prompt_use
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.token_masks import masks_of
 from jaxserve.speculative.speculation import Speculation
@@ -79,6 +80,7 @@ class StepPlanner:
             self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
             tokens=np.array([chunk], np.int32), history=history, masks=self._masks([sequence]) if last else None,
             samples=last, next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
+            prompt_use=prompt_use(sequence),
         )  # fmt: skip
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:

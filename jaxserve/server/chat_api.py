@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core.request import CompletionOutput, OutputDelta
+from jaxserve.server.best_of import best_outputs
 from jaxserve.server.body import read_request
 from jaxserve.server.chat_output import ChatOutput, OutputForm
 from jaxserve.server.chat_wire import ChatCompletionRequest
@@ -22,9 +23,9 @@ from jaxserve.server.generation import Generation
 from jaxserve.server.generation_wire import scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
-from jaxserve.server.logprobs_wire import chat_logprobs
+from jaxserve.server.logprobs_wire import chat_logprobs, prompt_logprobs
 from jaxserve.server.model_names import check_model, served_name
-from jaxserve.server.prompts import encode_messages
+from jaxserve.server.prompts import encode_messages, truncated
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
@@ -46,6 +47,7 @@ async def chat_completions(request: Request) -> Response:
     params = dataclasses.replace(params, shown_special_ids=form.shown_ids(engine.tokenizer))
     await compile_grammar(engine, params)
     prompt = await encode_messages(engine, body.messages, options)
+    [prompt] = truncated(engine, [prompt], body.truncate_prompt_tokens)
     form = dataclasses.replace(form, prompt_end=form.prompt_end_of(prompt, engine.tokenizer))
     head: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -57,21 +59,33 @@ async def chat_completions(request: Request) -> Response:
     if body.stream:
         return SSEResponse(_frames(generation, body, form, head, engine.tokenizer), generation)
     async with generation:
-        return await until_disconnect(request.receive, _whole(generation, form, head, engine.tokenizer))
+        return await until_disconnect(request.receive, _whole(generation, body, form, head, engine.tokenizer))
 
 
-async def _whole(generation: Generation, form: OutputForm, head: dict[str, Any], tokenizer: TokenizerLike) -> Response:
+async def _whole(
+    generation: Generation,
+    body: ChatCompletionRequest,
+    form: OutputForm,
+    head: dict[str, Any],
+    tokenizer: TokenizerLike,
+) -> Response:
     outputs = await generation.collect()
-    choices = [_choice(output, form, tokenizer) for output in outputs]
-    return json_response(head | {"choices": choices, "usage": generation.usage()})
+    known = outputs[0].prompt_logprobs
+    best = best_outputs(outputs, len(outputs), body.num_returned)
+    whole = head | {"choices": [_choice(output, body, form, tokenizer) for output in best], "usage": generation.usage()}
+    if body.prompt_logprobs is not None and known is not None:
+        whole["prompt_logprobs"] = prompt_logprobs(tokenizer, known, body.prompt_logprobs)
+    return json_response(whole)
 
 
-def _choice(output: CompletionOutput, form: OutputForm, tokenizer: TokenizerLike) -> dict[str, Any]:
+def _choice(
+    output: CompletionOutput, body: ChatCompletionRequest, form: OutputForm, tokenizer: TokenizerLike
+) -> dict[str, Any]:
     message, reason = ChatOutput(form).message(output.text, output.finish_reason)
     return {
         "index": output.index,
         "message": message,
-        "logprobs": None if output.logprobs is None else chat_logprobs(tokenizer, output.logprobs),
+        "logprobs": chat_logprobs(tokenizer, output.logprobs or []) if body.logprobs else None,
         "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
@@ -11,6 +11,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.server.generation_wire import GenerationRequest
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.tools_wire import ToolUse, check_tool_calls, check_tools
+from jaxserve.server.wire import COMPLETIONS_ONLY, UNSUPPORTED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # beside role and content, by role
@@ -100,6 +101,8 @@ def template_options(
 
 class ChatCompletionRequest(GenerationRequest):
     """``messages`` plus sampling fields. Without ``max_tokens`` the answer may fill the context."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, **COMPLETIONS_ONLY}
 
     messages: Any = Field(json_schema_extra={"type": "array", "items": {"type": "object"}})
     max_completion_tokens: int | None = None

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-from jaxserve.core.request import CompletionOutput, OutputDelta
+from jaxserve.core.request import CompletionOutput, FinishReason, OutputDelta
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
 from jaxserve.server.engine_protocol import EngineLike
@@ -27,6 +27,7 @@ class Generation:
         default_max_tokens: where ``params`` has no limit, this one, or less near the end of the context. None: no limit
             but the context.
         scheduling: more arguments of ``EngineLike.generate``.
+        prompt_only: the client wants nothing but the prompt: outputs are empty, whatever the engine makes.
 
     Attributes:
         prompt_tokens: tokens of all prompts, each counted once.
@@ -45,10 +46,12 @@ class Generation:
         response_id: str,
         default_max_tokens: int | None = None,
         scheduling: Mapping[str, Any] | None = None,
+        prompt_only: bool = False,
     ) -> None:
         self._lifecycle = lifecycle
         self._engine: EngineLike = lifecycle.engine()
         self._params = params
+        self._prompt_only = prompt_only
         self._ended_for_shutdown = False
         self._sources: list[AsyncIterator[OutputDelta]] = []
         self._running_ids: list[str] = []
@@ -111,6 +114,10 @@ class Generation:
             async for position, delta in interleaved:
                 if delta.token_ids:
                     note_first_token()
+                if self._prompt_only and delta.finish_reason in (None, "stop", "length"):
+                    empty: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (), "stop_reason": None}
+                    reason: FinishReason | None = None if delta.finish_reason is None else "length"
+                    delta = dataclasses.replace(delta, **empty, finish_reason=reason)
                 self.completion_tokens += len(delta.token_ids)
                 choice = position * self._params.n + delta.index
                 if delta.cached_tokens is not None and not delta.index:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 from pydantic.config import JsonDict
 
 from jaxserve.core.errors import InvalidRequest
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.core.sampling_params import MAX_N, SamplingParams
 from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.server.structure_wire import GUIDED, structured_outputs
 from jaxserve.server.wire import HARMLESS, UNSUPPORTED, WireModel
@@ -30,6 +31,9 @@ _SAMPLING = (
     "presence_penalty",
     "repetition_penalty",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
@@ -77,6 +81,10 @@ class GenerationRequest(WireModel):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
     response_format: Any = Field(None, json_schema_extra=_OBJECT)
     structured_outputs: Any = Field(None, json_schema_extra=_OBJECT)
     guided_json: Any = Field(None, json_schema_extra={"type": ["object", "string", "null"]})
@@ -116,12 +124,34 @@ class GenerationRequest(WireModel):
         """The engine's parameters; fields left out or null take the defaults of ``SamplingParams``.
 
         Raises:
-            InvalidRequest: a value out of range, or ``best_of`` other than ``n``.
+            InvalidRequest: a value out of range, or fields that contradict each other.
         """
-        n = 1 if self.n is None else self.n
-        if self.best_of is not None and self.best_of != n:
-            message = f"best_of other than n is not supported; leave it out, got best_of={self.best_of} with n={n}"
-            raise InvalidRequest(message, param="best_of", code="unsupported_field")
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         given["structured_outputs"] = self.form()
-        return SamplingParams(**(given | more))
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs are not part of a stream; leave one of them out, or send echo with logprobs"
+            raise InvalidRequest(message, param="prompt_logprobs", code="invalid_value")
+        params = SamplingParams(**(given | more))
+        return params if self.best_of is None else self._with_best_of(params)
+
+    def _with_best_of(self, params: SamplingParams) -> SamplingParams:
+        """As many outputs as ``best_of`` says, with the log-probabilities they are compared by."""
+        assert self.best_of is not None
+        if self.best_of < params.n:
+            message = f"best_of must be n ({params.n}) at least, got {self.best_of}"
+            raise InvalidRequest(message, param="best_of", code="invalid_value")
+        if self.best_of > MAX_N:
+            message = f"best_of must be {MAX_N} at most, got {self.best_of}"
+            raise InvalidRequest(message, param="best_of", code="invalid_value")
+        if self.best_of == params.n:
+            return params
+        if self.stream:
+            message = "best_of compares whole outputs, so it cannot be streamed; leave one of them out"
+            raise InvalidRequest(message, param="best_of", code="invalid_value")
+        logprobs = 0 if params.logprobs is None else params.logprobs
+        return dataclasses.replace(params, n=self.best_of, logprobs=logprobs)
+
+    @property
+    def num_returned(self) -> int:
+        """Outputs that the client gets of each prompt."""
+        return 1 if self.n is None else self.n

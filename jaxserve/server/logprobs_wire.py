@@ -10,6 +10,7 @@ keep different names; the ``bytes`` field of the chat API is exact in any case.
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,17 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_characters = 0
 
+    def take_prompt(
+        self, prompt: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_top: int
+    ) -> dict[str, Any]:
+        """The shape for the tokens of an echoed prompt, the first of which has no log-probability."""
+        known = [one and dataclasses.replace(one, top=one.top[:num_top]) for one in logprobs]
+        shape = self.take([one or TokenLogprob(token, 0.0) for token, one in zip(prompt, known, strict=True)])
+        for place, one in enumerate(known):
+            if one is None:
+                shape["token_logprobs"][place] = shape["top_logprobs"][place] = None
+        return shape
+
     def take(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The shape for the next tokens of the output."""
         tokens: list[str] = []
@@ -85,3 +97,29 @@ class CompletionLogprobs:
             "top_logprobs": top_logprobs,
             "text_offset": text_offset,
         }
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two parts of ``choice.logprobs`` of the completions API as one."""
+    return {name: first[name] + second[name] for name in first}
+
+
+def prompt_logprobs(
+    tokenizer: TokenizerLike, logprobs: Sequence[TokenLogprob | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """``prompt_logprobs`` in vLLM's shape: for each prompt token a map of token ids, its own and the likeliest."""
+    entries: list[dict[str, Any] | None] = []
+    for one in logprobs:
+        if one is None:
+            entries.append(None)
+            continue
+        ranked = [(token, value, rank) for rank, (token, value) in enumerate(one.top[:num_top], 1)]
+        by_id: dict[str, Any] = {str(one.token_id): _vllm_entry(tokenizer, one.token_id, one.logprob, one.rank)}
+        for token, value, rank in ranked:
+            by_id.setdefault(str(token), _vllm_entry(tokenizer, token, value, rank))
+        entries.append(by_id)
+    return entries
+
+
+def _vllm_entry(tokenizer: TokenizerLike, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_name(tokenizer, token_id)[0]}

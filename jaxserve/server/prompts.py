@@ -34,6 +34,21 @@ async def encode_prompts(engine: EngineLike, prompts: Prompts, add_special_token
     return encoded
 
 
+def truncated(engine: EngineLike, prompts: list[list[int]], limit: int | None) -> list[list[int]]:
+    """The last ``limit`` tokens of each prompt; -1: as many as leave room for one more in the context; None: all.
+
+    Raises:
+        InvalidRequest: a limit that leaves nothing, or that no prompt may have.
+    """
+    if limit is None:
+        return prompts
+    most = engine.context_length - 1
+    if limit == 0 or limit > most:
+        message = f"truncate_prompt_tokens must be in [1, {most}], or -1 for {most}, got {limit}"
+        raise InvalidRequest(message, param="truncate_prompt_tokens", code="invalid_value")
+    return [prompt[-(most if limit < 0 else limit) :] for prompt in prompts]
+
+
 async def encode_messages(engine: EngineLike, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
     """Token ids of a conversation under a chat template; ``options`` as those of ``encode_chat``.
 

@@ -14,11 +14,8 @@ from jaxserve.core.errors import InvalidRequest
 
 # field -> values that ask for nothing; null always does
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),  # without functions these two ask for nothing
     "functions": ([],),
     "kv_transfer_params": (),
@@ -28,17 +25,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
+
+# what only completions have
+COMPLETIONS_ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 
 # what only chat has
 CHAT_ONLY: dict[str, tuple[Any, ...]] = {

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core.errors import ConfigError, InvalidRequest
+from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.core.token_constraint import TokenConstraint
+from jaxserve.text.token_limits import TokenLimits, bad_sequences
 from jaxserve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -77,6 +79,11 @@ class Grammars:
     def start(self, wanted: StructuredOutputs) -> GrammarConstraint:
         """The constraint of a new output. Raises as ``check``."""
         return GrammarConstraint(self._matcher(wanted).deep_copy(), self._eos_token_ids)
+
+    def limited(self, params: SamplingParams, inner: TokenConstraint | None) -> TokenLimits:
+        """``inner``, if there is one, together with the tokens and words that ``params`` forbid."""
+        bad = bad_sequences(self._tokenizer, params.bad_words)
+        return TokenLimits(params.allowed_token_ids, bad, self._eos_token_ids, self._vocab_size, inner)
 
     def _matcher(self, wanted: StructuredOutputs) -> Any:
         with self._lock:

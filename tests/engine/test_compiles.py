@@ -45,7 +45,8 @@ def test_nothing_compiles_after_warm_up(warm):
         generate(warm, [(prompt_of(length), greedy(None)) for length in range(1, size + 1)])
     sampled = {"max_tokens": 4, "temperature": 0.9, "ignore_eos": True}
     for extra in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 2**63 - 1}, {"logprobs": 0},
-                  {"logprobs": 20}, {"n": 3}, {"stop": ("ab",)}, {"stop_token_ids": (5,)},
+                  {"logprobs": 20},  {"n": 3}, {"stop": ("ab",)}, {"stop_token_ids": (5,)},
+                  {"prompt_logprobs": 3}, {"pooling": "mean"}, {"allowed_token_ids": [1, 2], "bad_words": ["ab"]},
                   {"frequency_penalty": 1.0}, {"repetition_penalty": 2.0, "logit_bias": {5: 9}, "min_tokens": 2},
                   {"structured_outputs": {"regex": "[a-z]{9}"}},
                   {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 1, "logprobs": 2, "n": 2}):  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from rig import Collected, add, check_alive, check_idle, generate, greedy, make_engine, prompt_of, run
@@ -175,13 +173,19 @@ def test_a_salt_and_a_prompt_do_not_run_together(engines, tiny):
 # -- who asks for what -------------------------------------------------------------------------------------------------
 
 
-def test_a_request_for_prompt_logprobs_takes_no_hits(engines, tiny):
-    """All positions of its prompt must run. It is no query either."""
-    memory = engines(tiny).scheduler.memory
-    params = SimpleNamespace(prompt_logprobs=1)
-    assert not memory._may_hit(SimpleNamespace(request=SimpleNamespace(params=params)))
-    params.prompt_logprobs = None
-    assert memory._may_hit(SimpleNamespace(request=SimpleNamespace(params=params)))
+def test_a_request_for_prompt_logprobs_takes_no_hits(engines, tiny, oracle):
+    """All positions of its prompt must run, cached or not; what it computed serves others."""
+    engine = engines(tiny)
+    engine.flush_cache()
+    prompt = prompt_of(20, seed=71)
+    told = []
+    for _ in range(2):
+        request_id = add(engine, prompt, greedy(3, prompt_logprobs=0))
+        output = run(engine)[request_id]
+        assert output.cached_tokens == 0 and output.token_ids == oracle(prompt, 3)
+        told.append([each and each.logprob for each in output.prompt_logprobs])
+    assert len(told[0]) == 20 and told[0] == told[1]
+    assert ask(engine, prompt)[0] == 16
 
 
 def test_off_means_off(tiny, oracle):

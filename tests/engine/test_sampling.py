@@ -74,6 +74,7 @@ ALL = {A: 0.4, B: 0.3, C: 0.3}
     ids=str,
 )
 def test_extreme_values_are_greedy(engine, params):
+    """O-12."""
     assert set(draws(engine, 80, **params)) == {A}
 
 
@@ -97,6 +98,7 @@ def test_extreme_values_are_greedy(engine, params):
     ids=str,
 )
 def test_frequencies(engine, params, wanted):
+    """O-12: what keeps all tokens keeps their frequencies; ties at a threshold all stay."""
     assert_frequencies(draws(engine, **params), wanted)
 
 
@@ -141,6 +143,7 @@ def test_chi_square_of_a_wide_distribution(engine):
                {"top_p": float("nan")}, {"seed": -1}, {"seed": 2**63}, {"n": 0}, {"top_k": True}], ids=str
 )  # fmt: skip
 def test_out_of_range_is_refused(params):
+    """O-12, O-14."""
     with pytest.raises(InvalidRequest) as error:
         SamplingParams(**params)
     assert error.value.param == next(iter(params)) and error.value.status == 400
@@ -161,6 +164,7 @@ def poisoned(request, engines, tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_fails_its_own_request_only(poisoned, oracle, temperature):
+    """O-12."""
     prompts = [[t for t in prompt_of(20, seed) if t != 7] for seed in range(4)]
     params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
     broken = SamplingParams(max_tokens=10, temperature=temperature, seed=3, ignore_eos=True)
@@ -220,6 +224,7 @@ UNSEEDED = SamplingParams(max_tokens=16, temperature=0.8, ignore_eos=True)
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch(engine):
+    """O-14."""
     alone = generate(engine, [([U], SEEDED)])[0].token_ids
     assert set(alone) <= set(LETTERS) and len(set(alone)) > 4
     assert generate(engine, [([U], SEEDED), ([U], UNSEEDED)])[0].token_ids == alone
@@ -229,12 +234,15 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine):
 
 
 def test_unseeded_twins_differ(engine):
+    """O-14."""
     twins = generate(engine, [([U], UNSEEDED), ([U], UNSEEDED)])
     assert twins[0].token_ids != twins[1].token_ids
     assert generate(engine, [([U], UNSEEDED)])[0].token_ids not in [t.token_ids for t in twins]
 
 
 def test_outputs_of_one_seeded_request_differ_and_repeat(engine):
+    """O-14."""
+
     def choices() -> list[list[int]]:
         params = SamplingParams(max_tokens=16, temperature=0.8, seed=42, n=3, ignore_eos=True)
         request_id = add(engine, [U], params)
@@ -248,6 +256,7 @@ def test_outputs_of_one_seeded_request_differ_and_repeat(engine):
 
 
 def test_every_seed_in_range_works_and_is_its_own(engine):
+    """O-14."""
     seeds = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**62, MAX_SEED - 1, MAX_SEED]
     params = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed, ignore_eos=True) for seed in seeds]
     first = [tuple(o.token_ids) for o in generate(engine, [([U], p) for p in params])]
@@ -275,6 +284,7 @@ def ladder(engines, tmp_path_factory):
     ids=str,
 )  # fmt: skip
 def test_logprobs_are_those_of_the_raw_logits_at_their_own_step(ladder, params):
+    """O-10."""
     engine, table = ladder
     settings = {"max_tokens": 6, "ignore_eos": True, **params}
     requests = [([i], SamplingParams(logprobs=count, **settings)) for i, count in enumerate((0, 1, 3, 20))]
