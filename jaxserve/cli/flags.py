@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.cli.parser import env_flag, int_list
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.speculative.json_settings import merged, parse_speculative_config
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ FLAGS = (
 )
 
 
+SPECULATIVE_CONFIG = "--speculative-config"
 _PREFIX = "engine_"  # of attributes, so that the engine's seed and a request's do not meet
 
 
@@ -209,13 +211,18 @@ def add_engine_flags(
             options.update(type=flag.kind, metavar=flag.metavar, choices=flag.choices)
             text += f" (default {default})" if default is not None else ""
         group.add_argument(name, *flag.aliases, help=text.replace("%", "%%"), **options)
+    group.add_argument(
+        SPECULATIVE_CONFIG,
+        metavar="JSON",
+        help='speculation as vLLM\'s users write it, like \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    )
 
 
 def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfig:
     """The engine's configuration from flags, then environment variables, then ``defaults``.
 
     Raises:
-        ConfigError: a value out of range, or two different models.
+        ConfigError: a value out of range, two different models, or ``--speculative-config`` and a flag that disagree.
     """
     settings = dict(defaults)
     for flag in FLAGS:
@@ -223,6 +230,9 @@ def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfi
             settings[flag.field] = getattr(arguments, _PREFIX + flag.field)
         elif flag.env and env_flag(flag.env):
             settings[flag.field] = True
+    speculation = getattr(arguments, "speculative_config", None)
+    if speculation is not None:
+        settings = merged(settings, parse_speculative_config(speculation))
     positional = getattr(arguments, "model_argument", None)
     if positional is not None:
         if settings.get("model", positional) != positional:
@@ -233,4 +243,5 @@ def engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConfi
 
 def given_engine_flags(arguments: argparse.Namespace) -> list[str]:
     """Names of the engine flags on the command line."""
-    return ["--" + flag.field.replace("_", "-") for flag in FLAGS if hasattr(arguments, _PREFIX + flag.field)]
+    names = ["--" + flag.field.replace("_", "-") for flag in FLAGS if hasattr(arguments, _PREFIX + flag.field)]
+    return names + [SPECULATIVE_CONFIG] * (getattr(arguments, "speculative_config", None) is not None)

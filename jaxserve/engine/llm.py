@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.request import CompletionOutput, OutputDelta, Request, RequestOutput
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
+from jaxserve.speculative.json_settings import merged, speculative_settings
 from jaxserve.timeline.trace import Trace
 
 Prompt: TypeAlias = str | Sequence[int] | dict[str, Any]
@@ -30,6 +31,8 @@ class LLM:
         model: ``"default"``, a Hugging Face folder or a ``.gguf`` file.
         verbose: print progress while loading and compiling.
         trace: ``.json`` or ``.json.gz`` file to write a timeline to, when closed or when Python exits.
+        speculative_config: speculation as vLLM's users write it, like ``{"method": "ngram"}``; the keys are those of
+            ``--speculative-config``.
         engine_settings: any field of ``EngineConfig``.
 
     Raises:
@@ -42,7 +45,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "default", *, verbose: bool = False, trace: str | Path | None = None,
-                 **engine_settings: Any):  # fmt: skip
+                 speculative_config: Mapping[str, Any] | None = None, **engine_settings: Any):  # fmt: skip
+        if speculative_config is not None:
+            engine_settings = merged(engine_settings, speculative_settings(speculative_config))
         config = EngineConfig(model=model, **engine_settings)
         self._trace = None if trace is None else Trace(trace)  # a bad path is refused before anything is loaded
         self.engine = Engine(config, print if verbose else lambda message: None)
