@@ -80,6 +80,7 @@ class OutputDelta:
         speculation: what speculation did for this output so far; None where it is off.
         cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV; None where that is
             off, and until it has been asked.
+        from_drafts: of each token, whether it is a draft that held; empty: none is.
         prompt_logprobs: one entry per prompt token, the first of them None; on the first delta of output 0 of a request
             that asked for them.
         embedding: float32[hidden], the prompt's pooled hidden state, likewise.
@@ -95,6 +96,7 @@ class OutputDelta:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     cached_tokens: int | None = None
+    from_drafts: tuple[bool, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     embedding: np.ndarray | None = None
 
@@ -103,8 +105,9 @@ class OutputDelta:
 class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
-    ``speculation`` says what speculation did for it; None where that is off. ``cached_tokens`` are the prompt tokens
-    that the prefix cache had. ``prompt_logprobs`` and ``embedding`` are of output 0 only, as in ``OutputDelta``.
+    ``speculation`` says what speculation did for it; None where that is off. ``from_drafts`` says of each token whether
+    it is a draft that held. ``cached_tokens`` are the prompt tokens that the prefix cache had. ``prompt_logprobs`` and
+    ``embedding`` are of output 0 only, as in ``OutputDelta``.
     """
 
     index: int
@@ -116,6 +119,7 @@ class CompletionOutput:
     error: str | None = None
     speculation: SpeculationCounts | None = None
     cached_tokens: int | None = None
+    from_drafts: list[bool] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: np.ndarray | None = None
 
@@ -123,6 +127,7 @@ class CompletionOutput:
         """Adds a delta of the same output."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.from_drafts.extend(delta.from_drafts or [False] * len(delta.token_ids))
         if self.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:

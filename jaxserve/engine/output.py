@@ -69,6 +69,7 @@ class OutputBuilder:
             speculation=self.speculation, cached_tokens=sequence.num_cached_tokens,
             prompt_logprobs=None if scores is None else tuple(scores),
             embedding=sequence.prompt_results.embedding if tells else None,
+            from_drafts=(True,) if committed.is_draft else (),
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:

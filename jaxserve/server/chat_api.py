@@ -29,6 +29,7 @@ from jaxserve.server.prompts import encode_messages, truncated
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
+from jaxserve.server.token_details import token_details
 
 router = APIRouter()
 
@@ -82,13 +83,16 @@ def _choice(
     output: CompletionOutput, body: ChatCompletionRequest, form: OutputForm, tokenizer: TokenizerLike
 ) -> dict[str, Any]:
     message, reason = ChatOutput(form).message(output.text, output.finish_reason)
-    return {
+    choice = {
         "index": output.index,
         "message": message,
         "logprobs": chat_logprobs(tokenizer, output.logprobs or []) if body.logprobs else None,
         "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }
+    if body.return_token_details:
+        choice["token_details"] = token_details(tokenizer, output)
+    return choice
 
 
 async def _frames(
@@ -110,6 +114,8 @@ async def _frames(
             if reason is not None:
                 one["finish_reason"] = reason
                 one["stop_reason"] = source.stop_reason
+            if body.return_token_details:
+                one["token_details"] = token_details(tokenizer, source)
         whole = head | {"choices": [one]}
         if body.continuous_usage:
             whole["usage"] = generation.usage()
@@ -123,7 +129,7 @@ async def _frames(
             yield chunk(choice, {"role": "assistant", "content": ""})
         shown, reason = outputs[choice].take(delta.text, delta.finish_reason)
         # a step whose text is held back (half a character, a possible stop string or call) has nothing to show
-        if shown or reason or delta.logprobs or body.continuous_usage:
+        if shown or reason or delta.logprobs or body.return_token_details or body.continuous_usage:
             yield chunk(choice, shown, delta, reason)
     if body.include_usage:
         yield frame(head | {"choices": [], "usage": generation.usage()})

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.server.errors import error_response
 from jaxserve.server.metrics import HttpMetrics
+from jaxserve.server.playground import page as playground
 from jaxserve.timeline.recorder import RequestSpan
 
 # Written to logs and sent back, so nothing but plain characters.
@@ -64,14 +65,18 @@ class Front:
 class ApiKey:
     """Wants ``Authorization: Bearer KEY`` on everything but ``OPEN``."""
 
-    OPEN = frozenset({"/health", "/health/ready", "/metrics", "/version"})
+    OPEN = frozenset({"/", "/health", "/health/ready", "/metrics", "/version"})
+    OPEN_PREFIX = playground.PREFIX  # the page asks for the key itself
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
         self._app = app
         self._keys = [key.encode() for key in keys]
 
+    def _is_open(self, path: str) -> bool:
+        return path in self.OPEN or path.startswith(self.OPEN_PREFIX)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.OPEN:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             # compare with every key, each in constant time, so that timing tells nothing
             matches = [hmac.compare_digest(key.strip().encode("utf-8", "replace"), known) for known in self._keys]
