@@ -11,6 +11,8 @@ from jaxserve.server import (
     cache_api,
     chat_api,
     completions_api,
+    control_api,
+    embeddings_api,
     generate_api,
     health_api,
     metrics,
@@ -35,18 +37,9 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
     app.state.lifecycle = lifecycle
     app.state.settings = settings
     app.state.http_metrics = metrics.HttpMetrics()
-    for api in (
-        cache_api,
-        chat_api,
-        completions_api,
-        generate_api,
-        models_api,
-        tokens_api,
-        health_api,
-        metrics,
-        page,
-        live,
-    ):
+    openai_apis = (chat_api, completions_api, embeddings_api, models_api)
+    sglang_apis = (generate_api, control_api, cache_api)
+    for api in (*openai_apis, *sglang_apis, tokens_api, health_api, metrics, page, live):
         app.include_router(api.router)
     add_profiling(app, settings.profile_dir)
     app.add_exception_handler(JaxserveError, handle_known)
