@@ -44,7 +44,7 @@ NGRAM = {
     "speculative_adaptive": False,
 }  # fmt: skip
 # Every backend is compared with the oracle on tiny models, too; the others here take minutes.
-OFTEN = (("native", 16), ("native", 1), ("xla", 1), ("xla-live", 16))
+OFTEN = (("native", 16), ("xla", 1))
 CONFIGURATIONS = [
     (name, page_size, settings)
     for name, settings in BACKENDS.items()
