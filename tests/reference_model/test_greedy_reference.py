@@ -124,4 +124,4 @@ def test_greedy_output_equals_the_reference(llm, overlap, coarse):
         assert (("coarse", "ngram") if is_ngram else ("fine", "marker")) in barrier.counts
         assert engine.scheduler.speculation.figures.num_accepted > 20
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
