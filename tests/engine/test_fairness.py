@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 
 import pytest
@@ -43,7 +44,7 @@ def test_prompts_and_decoders_share_the_steps(tiny):
             add(engine, prompt_of(30, number), greedy(2), f"short-{number}")
         run(engine)
         last_chunk = max(i for i, (mode, _) in enumerate(plans) if mode is ForwardMode.EXTEND)
-        for (mode, _), (following, _) in zip(plans[:last_chunk], plans[1:last_chunk], strict=False):
+        for (mode, _), (following, _) in itertools.pairwise(plans[:last_chunk]):
             assert ForwardMode.DECODE in (mode, following), "two chunks in a row kept the decoder waiting"
         chunks = [ids[0] for mode, ids in plans if mode is ForwardMode.EXTEND]
         assert len(chunks) == 7 + 2 * 2
