@@ -5,6 +5,7 @@
 # make sanitize builds csrc with its C++ tests under Thread-, Address- and UndefinedBehaviorSanitizer and runs them;
 #               mistakes planted in it must be reported   (ARGS="--twin cpu --sanitizer thread")
 # make verify   checks the model of the barrier and its mutants   (needs spin: apt-get install spin)
+# make fuzz     random requests against the server, a minute for each way of making them; and LangChain as a client
 # make bench    jaxserve beside transformers, and the four ways to update control rows beside each other
 # make clean    removes what the other targets made
 #
@@ -30,7 +31,7 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 # Ahead of the server, so that the download is seen; if it fails, the server says why.
 FETCH := from jaxserve.models.loading.default_model import default_model_path as fetch; print('default model:', fetch())
 
-.PHONY: serve test soak sanitize verify bench lint clean
+.PHONY: serve test soak sanitize verify fuzz bench lint clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -52,6 +53,9 @@ verify:
 	@command -v spin >/dev/null || { echo "make verify needs spin; on Debian and Ubuntu: apt-get install spin" >&2; exit 2; }
 	$(PYTHON) verification/run.py $(ARGS)
 
+fuzz: $(VENV)/.clients-$(VERSION)
+	JAXSERVE_FUZZ_SECONDS=60 $(BIN)/python -m pytest tests/server/test_server_fuzz.py tests/server/test_server_clients.py $(ARGS)
+
 bench: $(INSTALLED) $(PEERS_PYTHON)
 	$(BIN)/python bench/run.py --peers-python "$(PEERS_PYTHON)" $(ARGS)
 
@@ -70,6 +74,10 @@ $(INSTALLED): $(SOURCES)
 	@if [ ! -x $(BIN)/python ] || [ "$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" != "$(VERSION)" ]; \
 	then $(PYTHON) -m venv --clear $(VENV); fi
 	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+$(VENV)/.clients-$(VERSION): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[clients]'
 	@touch $@
 
 $(VENV)/.lint-$(VERSION): $(INSTALLED)

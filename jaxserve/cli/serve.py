@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--trust-request-chat-template", action="store_true", help="let requests bring chat templates of their own"
     )
+    text.add_argument(
+        "--is-embedding", action="store_true", help="answer /v1/embeddings, by the last hidden state of a text"
+    )
+    text.add_argument(
+        "--embedding-pooling", choices=("last", "mean"), help="the same, by the last or the mean hidden state"
+    )
     http.add_argument(
         "--log-format", choices=("text", "json"), default=defaults.log_format, help="json: one object a line"
     )
@@ -110,6 +116,7 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
         chat_template=_read_template(arguments.chat_template),
         trust_request_chat_template=arguments.trust_request_chat_template,
         log_format=arguments.log_format,
+        embedding_pooling=arguments.embedding_pooling or ("last" if arguments.is_embedding else None),
     )
 
 

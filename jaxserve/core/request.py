@@ -69,6 +69,7 @@ class OutputDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
+        from_drafts: of each token, whether it is a draft that held; empty: none is.
         prompt_logprobs: one entry per prompt token, the first of them None; on the first delta of output 0 of a request
             that asked for them.
         embedding: float32[hidden], the prompt's pooled hidden state, likewise.
@@ -83,6 +84,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    from_drafts: tuple[bool, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     embedding: np.ndarray | None = None
 
@@ -91,6 +93,8 @@ class OutputDelta:
 class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
+    ``speculation`` says what speculation did for it; None where that is off. ``from_drafts`` says of each token whether
+    it is a draft that held.
     ``speculation`` says what speculation did for it; None where that is off. ``prompt_logprobs`` and ``embedding`` are
     of output 0 only, as in ``OutputDelta``.
     """
@@ -103,6 +107,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    from_drafts: list[bool] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: np.ndarray | None = None
 
@@ -110,6 +115,7 @@ class CompletionOutput:
         """Adds a delta of the same output."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
+        self.from_drafts.extend(delta.from_drafts or [False] * len(delta.token_ids))
         if self.logprobs is not None:
             self.logprobs.extend(delta.logprobs)
         if delta.finish_reason is not None:

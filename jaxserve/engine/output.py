@@ -68,6 +68,7 @@ class OutputBuilder:
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
             speculation=self.speculation, prompt_logprobs=None if scores is None else tuple(scores),
             embedding=sequence.prompt_results.embedding if tells else None,
+            from_drafts=(True,) if committed.is_draft else (),
         )  # fmt: skip
 
     def _count(self, committed: Committed) -> None:

@@ -10,6 +10,8 @@ from jaxserve.core.errors import JaxserveError
 from jaxserve.server import (
     chat_api,
     completions_api,
+    control_api,
+    embeddings_api,
     generate_api,
     health_api,
     metrics,
@@ -20,6 +22,7 @@ from jaxserve.server.errors import handle_http, handle_known
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.middleware import ApiKey, Front
 from jaxserve.server.openapi import describe_bodies
+from jaxserve.server.playground import live, page
 from jaxserve.server.profile_api import add_profiling
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.version import version
@@ -33,7 +36,8 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
     app.state.lifecycle = lifecycle
     app.state.settings = settings
     app.state.http_metrics = metrics.HttpMetrics()
-    for api in (chat_api, completions_api, generate_api, models_api, tokens_api, health_api, metrics):
+    openai_apis = (chat_api, completions_api, embeddings_api, models_api)
+    for api in (*openai_apis, generate_api, tokens_api, health_api, control_api, metrics, page, live):
         app.include_router(api.router)
     add_profiling(app, settings.profile_dir)
     app.add_exception_handler(JaxserveError, handle_known)

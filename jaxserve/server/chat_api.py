@@ -19,7 +19,7 @@ from jaxserve.server.chat_output import ChatOutput, OutputForm
 from jaxserve.server.chat_wire import ChatCompletionRequest
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
-from jaxserve.server.generation import Generation
+from jaxserve.server.generation import Generation, names_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import chat_logprobs, prompt_logprobs
@@ -28,6 +28,7 @@ from jaxserve.server.prompts import encode_messages, truncated
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
+from jaxserve.server.token_details import token_details
 
 router = APIRouter()
 
@@ -54,7 +55,7 @@ async def chat_completions(request: Request) -> Response:
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, [prompt], params, head["id"])
+    generation = Generation(lifecycle, [prompt], params, head["id"], names=names_of(request, body.rid))
     if body.stream:
         return SSEResponse(_frames(generation, body, form, head, engine.tokenizer), generation)
     async with generation:
@@ -81,13 +82,16 @@ def _choice(
     output: CompletionOutput, body: ChatCompletionRequest, form: OutputForm, tokenizer: TokenizerLike
 ) -> dict[str, Any]:
     message, reason = ChatOutput(form).message(output.text, output.finish_reason)
-    return {
+    choice = {
         "index": output.index,
         "message": message,
         "logprobs": chat_logprobs(tokenizer, output.logprobs or []) if body.logprobs else None,
         "finish_reason": reason,
         "stop_reason": output.stop_reason,
     }
+    if body.return_token_details:
+        choice["token_details"] = token_details(tokenizer, output)
+    return choice
 
 
 async def _frames(
@@ -109,6 +113,8 @@ async def _frames(
             if reason is not None:
                 one["finish_reason"] = reason
                 one["stop_reason"] = source.stop_reason
+            if body.return_token_details:
+                one["token_details"] = token_details(tokenizer, source)
         whole = head | {"choices": [one]}
         if body.continuous_usage:
             whole["usage"] = generation.usage()
@@ -122,7 +128,7 @@ async def _frames(
             yield chunk(choice, {"role": "assistant", "content": ""})
         shown, reason = outputs[choice].take(delta.text, delta.finish_reason)
         # a step whose text is held back (half a character, a possible stop string or call) has nothing to show
-        if shown or reason or delta.logprobs or body.continuous_usage:
+        if shown or reason or delta.logprobs or body.return_token_details or body.continuous_usage:
             yield chunk(choice, shown, delta, reason)
     if body.include_usage:
         yield frame(head | {"choices": [], "usage": generation.usage()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
+from pydantic.config import JsonDict
 
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
@@ -12,6 +13,35 @@ from jaxserve.server.generation_wire import GenerationRequest
 from jaxserve.server.settings import ServerSettings
 from jaxserve.server.tools_wire import ToolUse, check_tool_calls, check_tools
 from jaxserve.server.wire import COMPLETIONS_ONLY, UNSUPPORTED
+
+MESSAGES_SCHEMA: JsonDict = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        },
+                    },
+                    {"type": "null"},
+                ]
+            },
+            "name": {"type": "string"},
+            "tool_call_id": {"type": "string"},
+            "tool_calls": {"type": "array", "items": {"type": "object"}},
+        },
+    },
+}
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # beside role and content, by role
@@ -104,11 +134,12 @@ class ChatCompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {**UNSUPPORTED, **COMPLETIONS_ONLY}
 
-    messages: Any = Field(json_schema_extra={"type": "array", "items": {"type": "object"}})
+    messages: Any = Field(json_schema_extra=MESSAGES_SCHEMA)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    return_token_details: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

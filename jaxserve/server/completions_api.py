@@ -21,7 +21,7 @@ from jaxserve.server.body import read_request
 from jaxserve.server.completion_wire import DEFAULT_MAX_TOKENS, CompletionRequest
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
-from jaxserve.server.generation import Generation
+from jaxserve.server.generation import Generation, names_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import CompletionLogprobs, joined, prompt_logprobs
@@ -50,7 +50,10 @@ async def completions(request: Request) -> Response:
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS, prompt_only=body.only_echoes)
+    generation = Generation(
+        lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS, prompt_only=body.only_echoes,
+        names=names_of(request, body.rid),
+    )  # fmt: skip
     writer = _Writer(body, params, prompts, engine.tokenizer)
     if body.stream:
         return SSEResponse(_frames(generation, body, writer, head), generation)

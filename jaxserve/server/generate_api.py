@@ -19,7 +19,7 @@ from jaxserve.core.structured_outputs import StructuredOutputs
 from jaxserve.server.body import parse_fields, read_request
 from jaxserve.server.completion_wire import check_prompts
 from jaxserve.server.disconnect import until_disconnect
-from jaxserve.server.generation import Generation
+from jaxserve.server.generation import Generation, names_of
 from jaxserve.server.generation_wire import GenerationRequest
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
@@ -45,12 +45,13 @@ class GenerateRequest(WireModel):
         "return_logprob": (False,),
         "top_logprobs_num": (0,),
     }
-    harmless: ClassVar[tuple[str, ...]] = ("rid", "return_text_in_logprobs", "log_metrics")
+    harmless: ClassVar[tuple[str, ...]] = ("return_text_in_logprobs", "log_metrics")
 
     text: Any = Field(None, json_schema_extra={"type": ["string", "array"]})
     input_ids: Any = Field(None, json_schema_extra={"type": "array"})
     sampling_params: dict[str, Any] | None = None
     stream: bool | None = None
+    rid: str | None = None  # what /abort_request may call it
 
     @field_validator("text", "input_ids")
     @classmethod
@@ -71,7 +72,7 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
         "min_new_tokens": "min_tokens",
         "no_stop_trim": "include_stop_str_in_output",
     }
-    for theirs in ("model", "stream", "stream_options", *renamed.values()):
+    for theirs in ("model", "rid", "stream", "stream_options", *renamed.values()):
         if theirs in fields:
             message = f"unknown field {theirs!r} in sampling_params"
             raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
@@ -120,7 +121,9 @@ async def generate(request: Request) -> Response:
     prompts = await encode_prompts(engine, check_prompts(given))
     single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
     response_id = uuid.uuid4().hex
-    generation = Generation(lifecycle, prompts, params, response_id, DEFAULT_MAX_NEW_TOKENS)
+    generation = Generation(
+        lifecycle, prompts, params, response_id, DEFAULT_MAX_NEW_TOKENS, names=names_of(request, body.rid)
+    )
 
     def shape(output: CompletionOutput) -> dict[str, Any]:
         reason: dict[str, Any] | None = None

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from starlette.requests import Request
+
 from jaxserve.core.request import CompletionOutput, FinishReason, OutputDelta
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.speculation_counts import SpeculationCounts, total
@@ -15,6 +17,11 @@ from jaxserve.server.engine_protocol import EngineLike
 from jaxserve.server.errors import GenerationFailed, NotServing
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.timeline.recorder import note_first_token
+
+
+def names_of(request: Request, rid: str | None) -> frozenset[str]:
+    """What a client may call its request by: its ``rid`` and its ``x-request-id``."""
+    return frozenset({request.state.request_id, rid} - {None})
 
 
 class Generation:
@@ -27,11 +34,13 @@ class Generation:
         default_max_tokens: where ``params`` has no limit, this one, or less near the end of the context. None: no limit
             but the context.
         prompt_only: the client wants nothing but the prompt: outputs are empty, whatever the engine makes.
+        names: what ``/abort_request`` may call it, besides ``response_id``.
 
     Attributes:
         prompt_tokens: tokens of all prompts, each counted once.
         completion_tokens: tokens of all outputs so far.
         num_choices: number of outputs.
+        names: what it may be called.
 
     Raises:
         InvalidRequest, CapacityError, EngineDead: from the engine, for any of the prompts.
@@ -45,11 +54,13 @@ class Generation:
         response_id: str,
         default_max_tokens: int | None = None,
         prompt_only: bool = False,
+        names: frozenset[str] = frozenset(),
     ) -> None:
         self._lifecycle = lifecycle
         self._engine: EngineLike = lifecycle.engine()
         self._params = params
         self._prompt_only = prompt_only
+        self.names = names | {response_id}
         self._ended_for_shutdown = False
         self._sources: list[AsyncIterator[OutputDelta]] = []
         self._running_ids: list[str] = []
@@ -65,7 +76,7 @@ class Generation:
                 self._sources.append(self._engine.generate(prompt, own, request_id))
                 self._running_ids.append(request_id)
         except BaseException:
-            self._abort()
+            self.abort()
             raise
         lifecycle.active.add(self)
 
@@ -82,14 +93,15 @@ class Generation:
     async def __aexit__(self, *exc: object) -> None:
         self._lifecycle.active.discard(self)
         if self._unfinished:
-            self._abort()
+            self.abort()
         for source in self._sources:
             close = getattr(source, "aclose", None)
             if close is not None:
                 with contextlib.suppress(Exception):
                     await close()
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """Ends the outputs; those that are not finished end with the reason ``abort``."""
         # Closing an async generator that never started runs none of its code, so it is not enough by itself.
         for request_id in self._running_ids:
             self._engine.abort(request_id)
@@ -97,7 +109,7 @@ class Generation:
     def end_for_shutdown(self) -> None:
         """Aborts; ``deltas`` then raises NotServing."""
         self._ended_for_shutdown = True
-        self._abort()
+        self.abort()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """(choice, delta) of all outputs, interleaved as the engine makes them.

@@ -85,6 +85,7 @@ class GenerationRequest(WireModel):
     guided_grammar: str | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    rid: str | None = None  # what /abort_request may call it
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -25,6 +25,7 @@ from jaxserve.server.app import create_app
 from jaxserve.server.engine_protocol import EngineLike
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.listen import base_url, listen
+from jaxserve.server.log_format import ACCESS_LOG, formatter
 from jaxserve.server.settings import ServerSettings
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -119,13 +120,13 @@ class ServerProcess:
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
         self._handle_signals(stop)
         settings = self._settings
-        _log_to_stderr(settings.access_log)
+        _log_to_stderr(settings)
         config = uvicorn.Config(
             create_app(self._lifecycle, settings),
             lifespan="off",
             ws="none",
             log_config=None,  # uvicorn's would close the log handlers of everybody else in the process
-            access_log=settings.access_log,
+            access_log=False,  # the app logs requests, with their ids
             server_header=False,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s + FLUSH_S),
@@ -223,15 +224,16 @@ class ServerProcess:
                 loop.add_signal_handler(number, on_signal, number)
 
 
-def _log_to_stderr(access_log: bool) -> None:
+def _log_to_stderr(settings: ServerSettings) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter(settings.log_format))
     for name in ("jaxserve", "uvicorn"):
         logger = logging.getLogger(name)
         if not logger.handlers:  # an application that embeds us may have its own
             logger.addHandler(handler)
             logger.propagate = False
-        logger.setLevel(logging.INFO if access_log and name == "uvicorn" else logging.WARNING)
+        logger.setLevel(logging.WARNING)
+    logging.getLogger(ACCESS_LOG).setLevel(logging.INFO if settings.access_log else logging.WARNING)
 
 
 async def _start(engine: EngineLike) -> bool:

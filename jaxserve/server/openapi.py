@@ -10,6 +10,8 @@ from pydantic.json_schema import models_json_schema
 
 from jaxserve.server.chat_wire import ChatCompletionRequest
 from jaxserve.server.completion_wire import CompletionRequest
+from jaxserve.server.control_api import AbortRequest
+from jaxserve.server.embeddings_api import EmbeddingRequest
 from jaxserve.server.generate_api import GenerateRequest
 from jaxserve.server.profile_api import ProfileRequest
 from jaxserve.server.tokens_api import DetokenizeRequest, TokenizeRequest
@@ -18,7 +20,9 @@ from jaxserve.server.wire import WireModel
 BODIES: dict[str, type[WireModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingRequest,
     "/generate": GenerateRequest,
+    "/abort_request": AbortRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/start_profile": ProfileRequest,

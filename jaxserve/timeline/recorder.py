@@ -71,15 +71,16 @@ class HostRecords:
 
 
 class Recorder:
-    """Keeps the newest spans. Any thread may record.
+    """Keeps the newest spans, and shows them to whoever watches. Any thread may record.
 
     Attributes:
-        on: whether anything is recorded; the one thing looked at while it is not.
+        on: whether anything is recorded or watched; the one thing looked at while it is not.
         requests: HTTP requests so far, oldest first.
     """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self._recording = False
+        self._watchers: tuple[deque[HostSpan], ...] = ()  # replaced as a whole: other threads iterate
         self._lock = threading.Lock()  # guards start and stop; appends need none
         self._spans: deque[HostSpan] = deque()
         self.requests: deque[HttpSpan] = deque()
@@ -92,32 +93,49 @@ class Recorder:
             ConfigError: it is recording already.
         """
         with self._lock:
-            if self.on:
+            if self._recording:
                 raise ConfigError("a timeline is being recorded already; stop it first")
             self._spans, self.requests = deque(maxlen=capacity), deque(maxlen=capacity)
             self._counter = itertools.count()
-            self.on = True
+            self.on = self._recording = True
 
     def stop(self) -> HostRecords:
         """Records nothing more; returns what there is, in order of end (spans) and arrival (requests)."""
         with self._lock:
-            self.on = False
+            self._recording, self.on = False, bool(self._watchers)
             spans, requests = list(self._spans), list(self.requests)
             num_recorded = next(self._counter)
             self._spans, self.requests = deque(), deque()
         return HostRecords(spans, requests, max(0, num_recorded - len(spans) - len(requests)))
 
+    def watch(self, capacity: int) -> deque[HostSpan]:
+        """A queue that gets every span from now on, the oldest falling out, until ``unwatch``; beside a recording."""
+        spans: deque[HostSpan] = deque(maxlen=capacity)
+        with self._lock:
+            self._watchers = (*self._watchers, spans)
+            self.on = True
+        return spans
+
+    def unwatch(self, spans: deque[HostSpan]) -> None:
+        """Ends ``watch``. Idempotent."""
+        with self._lock:
+            self._watchers = tuple(each for each in self._watchers if each is not spans)
+            self.on = self._recording or bool(self._watchers)
+
     def add(self, span: HostSpan) -> None:
         """Keeps a span that has ended."""
-        if self.on:
+        for watcher in self._watchers:
+            watcher.append(span)
+        if self._recording:
             next(self._counter)
             self._spans.append(span)
 
     def open_request(self, name: str, args: Args) -> HttpSpan:
         """A request that has just arrived; whoever opened it sets ``end_ns``."""
         request = HttpSpan(name, time.perf_counter_ns(), args)
-        next(self._counter)
-        self.requests.append(request)
+        if self._recording:
+            next(self._counter)
+            self.requests.append(request)
         return request
 
 

@@ -65,7 +65,7 @@ def test_nothing_compiles_after_warm_up(warm):
     [
         ({"context_length": 256, "chunked_prefill_size": 128, "prefill_token_buckets": (16, 64)}, 100),
         ({"context_length": 317, "chunked_prefill_size": 317, "prefill_token_buckets": (64,), "num_pages": 159}, 300),
-        ({"context_length": 317, "chunked_prefill_size": 53, "max_running_requests": 3}, 311),
+        ({"context_length": 317, "chunked_prefill_size": 53, "prefill_token_buckets": None}, 311),
     ],
     ids=["chunk above the largest bucket", "odd context", "odd chunk"],
 )

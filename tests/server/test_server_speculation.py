@@ -102,3 +102,20 @@ def test_ngram_repeats_what_it_has_answered_and_says_so(served: Api) -> None:
     metrics = served.get("/metrics").text
     assert 'jaxserve:spec_decode_num_accepted_tokens_per_pos_total{model_name="' in metrics
     assert "jaxserve:spec_accept_length{" in metrics
+
+
+def test_token_details_say_which_tokens_were_accepted_drafts(served: Api) -> None:
+    fields = {"max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": True, "return_token_details": True}
+    served.chat(**fields)
+    whole = served.chat(**fields).json()
+    (choice,) = whole["choices"]
+    details = choice["token_details"]
+    accepted = whole["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert len(details) == 24 and sum(each["accepted_draft"] for each in details) == accepted > 10
+    assert [each["token"] for each in details] == [each["token"] for each in choice["logprobs"]["content"]]
+    chunks = [chunk["choices"][0] for chunk in events(served.chat(**fields, stream=True))[:-1]]
+    assert [each for chunk in chunks for each in chunk.get("token_details", [])] == details
+    for chunk in chunks:  # in step with the logprobs of the same chunk
+        told = (chunk["logprobs"] or {"content": []})["content"]
+        assert len(told) == len(chunk.get("token_details", []))
+    assert "token_details" not in served.chat(max_tokens=4).json()["choices"][0]

@@ -1,0 +1,1 @@
+"""The page at ``/``: chat, tokens, and the steps as they happen."""
