@@ -61,6 +61,26 @@ FLAGS = (
     Flag("max_queued_requests", int, "most requests that wait; one more is refused", metavar="N"),
     Flag("chunked_prefill_size", int, "most prompt tokens computed in one step", metavar="N"),
     Flag(
+        "schedule_policy",
+        str,
+        "who is served first: first come, or by the priority of requests",
+        ("--scheduling-policy",),
+        choices=("fcfs", "priority"),
+    ),
+    Flag(
+        "disable_radix_cache",
+        "switch",
+        "forget a request's KV when it ends instead of keeping it for prompts that begin alike",
+        ("--no-enable-prefix-caching",),
+    ),
+    Flag(
+        "watchdog_timeout_s",
+        float,
+        "longest time a step may take before the server gives up",
+        ("--watchdog-timeout",),
+        metavar="S",
+    ),
+    Flag(
         "prefill_token_buckets",
         int_list,
         "compiled prefill sizes, like 16,64,256",

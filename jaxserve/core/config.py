@@ -38,6 +38,9 @@ class EngineConfig:
         max_running_requests: most sequences that decode together; also the number of slots.
         max_queued_requests: most requests that wait; one more is refused.
         chunked_prefill_size: most prompt tokens computed in one step.
+        schedule_policy: ``"fcfs"``: first come, first served; ``"priority"``: requests may bring a priority.
+        disable_radix_cache: forget a request's KV when it ends.
+        watchdog_timeout_s: longest time a step may take before the server gives up.
         prefill_token_buckets: compiled prefill sizes; None derives them from ``chunked_prefill_size``.
         decode_batch_buckets: compiled decode batch sizes (``--cuda-graph-bs``); None derives powers of two.
         attention_backend: name of a registered backend, or ``"auto"``.
@@ -90,6 +93,9 @@ class EngineConfig:
     max_running_requests: int = 8
     max_queued_requests: int = 2048
     chunked_prefill_size: int = 256
+    schedule_policy: str = "fcfs"
+    disable_radix_cache: bool = False
+    watchdog_timeout_s: float = 300.0
     prefill_token_buckets: tuple[int, ...] | None = None
     decode_batch_buckets: tuple[int, ...] | None = None
     attention_backend: str = "auto"
@@ -163,6 +169,10 @@ class EngineConfig:
                 ):
                     raise ConfigError(f"{name} must be positive integers, got {buckets!r}")
                 setattr(self, name, tuple(sorted(set(buckets))))
+        if self.schedule_policy not in ("fcfs", "priority"):
+            raise ConfigError(f"--schedule-policy must be fcfs or priority, got {self.schedule_policy!r}")
+        if not _is_number(self.watchdog_timeout_s) or self.watchdog_timeout_s <= 0:
+            raise ConfigError(f"--watchdog-timeout must be a number > 0, got {self.watchdog_timeout_s!r}")
         if not _is_number(self.fence_timeout_s) or self.fence_timeout_s <= 0:
             raise ConfigError(f"fence_timeout_s must be a number > 0, got {self.fence_timeout_s!r}")
         if not self.allow_unsafe:

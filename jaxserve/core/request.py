@@ -27,6 +27,8 @@ class Request:
         params: sampling and stopping.
         prompt: the text the ids came from, when there was one.
         constraint: makes what constrains each of its outputs; None: they may say anything.
+        priority: lower is more urgent; only with ``--schedule-policy priority`` other than 0.
+        cache_salt: only requests with the same salt share cached prefixes; None is a salt like any other.
         arrival_s: ``time.monotonic()`` when the request was accepted.
     """
 
@@ -35,7 +37,14 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     constraint: Callable[[], TokenConstraint] | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     arrival_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def cache_namespace(self) -> tuple[str | None, ...]:
+        """What its cached prefixes are kept apart by; a tuple, so that no two namespaces read alike."""
+        return (self.cache_salt,)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class OutputDelta:
         stop_reason: the stop string or stop token id that ended it, else None.
         error: message when ``finish_reason`` is ``"error"``.
         speculation: what speculation did for this output so far; None where it is off.
+        cached_tokens: prompt tokens that were not computed, because the prefix cache had their KV; None where that is
+            off, and until it has been asked.
         from_drafts: of each token, whether it is a draft that held; empty: none is.
         prompt_logprobs: one entry per prompt token, the first of them None; on the first delta of output 0 of a request
             that asked for them.
@@ -84,6 +95,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    cached_tokens: int | None = None
     from_drafts: tuple[bool, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     embedding: np.ndarray | None = None
@@ -94,9 +106,8 @@ class CompletionOutput:
     """One finished (or growing) output: text, token ids, logprobs and why it ended; ``error`` if that was a failure.
 
     ``speculation`` says what speculation did for it; None where that is off. ``from_drafts`` says of each token whether
-    it is a draft that held.
-    ``speculation`` says what speculation did for it; None where that is off. ``prompt_logprobs`` and ``embedding`` are
-    of output 0 only, as in ``OutputDelta``.
+    it is a draft that held. ``cached_tokens`` are the prompt tokens that the prefix cache had. ``prompt_logprobs`` and
+    ``embedding`` are of output 0 only, as in ``OutputDelta``.
     """
 
     index: int
@@ -107,6 +118,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     speculation: SpeculationCounts | None = None
+    cached_tokens: int | None = None
     from_drafts: list[bool] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     embedding: np.ndarray | None = None
@@ -124,6 +136,8 @@ class CompletionOutput:
             self.error = delta.error
         if delta.speculation is not None:
             self.speculation = delta.speculation
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = list(delta.prompt_logprobs)
         if delta.embedding is not None:
@@ -139,6 +153,11 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens the prefix cache had when the request began; None where it is off."""
+        return self.outputs[0].cached_tokens  # a later output may have found what the first one left
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:

@@ -53,6 +53,9 @@ class Sequence:
         constraint: what its output may say, as of the committed tokens; None: anything.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
         num_preemptions: how often its pages were taken away.
+        arrival: number among all sequences, in order of arrival.
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted;
+            None until then, and where the cache is off.
         prompt_results: what it wanted to know of its prompt, as far as that is known.
     """
 
@@ -68,11 +71,18 @@ class Sequence:
     num_in_flight: int = 0
     prefill_len: int = 0
     num_preemptions: int = 0
+    arrival: int = 0
+    num_cached_tokens: int | None = None
     awaits_verify: bool = False
     is_counted: bool = True
     constraint: TokenConstraint | None = None
     finish_reason: FinishReason | None = None
     prompt_results: PromptResults = field(default_factory=PromptResults)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Whose turn is first: the lower. Pages are taken from the highest first."""
+        return self.request.priority, self.arrival
 
     @property
     def prompt_len(self) -> int:

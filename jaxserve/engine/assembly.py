@@ -29,7 +29,9 @@ from jaxserve.runner.model_runner import ModelRunner, plain_relay, relay_with_le
 from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
+from jaxserve.scheduler.kv_memory import KVMemory
 from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.war_barrier import WarBarrier
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
@@ -128,6 +130,20 @@ def _checked_form(algorithm: SpeculativeAlgorithm, config: EngineConfig, backend
     return drafts
 
 
+def make_prefix_cache(config: EngineConfig, algorithm: SpeculativeAlgorithm | None) -> PrefixCache | None:
+    """The prefix cache; None where it is off."""
+    if config.disable_radix_cache:
+        return None
+    lookahead = 0 if algorithm is None else algorithm.kv_lookahead
+    if lookahead is None:
+        log.warning(
+            "the prefix cache is off: the drafts of %s cannot begin behind cached pages, see docs/prefix_cache.md",
+            algorithm and algorithm.name,
+        )
+        return None
+    return PrefixCache(config.page_size, lookahead)
+
+
 def assemble(
     config: EngineConfig, progress: Callable[[str], None], on_late_compile: Callable[[str], None]
 ) -> EngineParts:
@@ -207,8 +223,9 @@ def assemble(
         )
         if config.disable_war_barrier:
             log.warning("the write-after-read barrier is disabled: output may be corrupt")
+        cache = make_prefix_cache(config, algorithm)
         scheduler = Scheduler(
-            worker, rows, PagePool(num_pages, config.page_size), barrier,
+            worker, rows, KVMemory(PagePool(num_pages, config.page_size), cache), barrier,
             chunk_size=buckets.prefill_tokens[-1], vocab_size=model_config.vocab_size,
             eos_token_ids=model_config.eos_token_ids, speculation=speculation,
         )  # fmt: skip

@@ -161,6 +161,8 @@ class AsyncEngine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "pages_free": scheduler.pool.num_free,
+            "pages_cached": scheduler.memory.num_cached,
+            "pages_evictable": scheduler.memory.num_evictable,
             "pages_total": scheduler.pool.num_usable,
             "ready": self._thread.is_alive() and self._dead is None and not self._draining,
             "dead": self._dead,
@@ -187,8 +189,8 @@ class AsyncEngine:
         """
         self._engine.check_controls(params)
 
-    def generate(self, prompt: str | list[int], params: SamplingParams,
-                 request_id: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
+    def generate(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, *,
+                 priority: int = 0, cache_salt: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
         """Queues a request; returns the iterator of its deltas.
 
         Raises:
@@ -197,8 +199,9 @@ class AsyncEngine:
         self._check_open()
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._engine.check(ids, params)
-        request = Request(request_id or f"req-{next(self._ids)}", tuple(ids), params, text)
+        self._engine.check(ids, params, priority)
+        request_id = request_id or f"req-{next(self._ids)}"
+        request = Request(request_id, tuple(ids), params, text, priority=priority, cache_salt=cache_salt)
         stream = OutputStream(self, request)
         self._accept(request, stream)
         self._commands.put(lambda: self._add(request, stream))
@@ -226,6 +229,26 @@ class AsyncEngine:
                 )
             self._num_open += params.n
             self._streams[request.request_id] = stream
+
+    async def flush_cache(self) -> int:
+        """Forgets cached prefixes; returns the number of pages that freed.
+
+        Raises:
+            CapacityError: requests run or wait.
+            EngineDead: nobody is there to do it.
+        """
+        if self._dead is not None or not self._thread.is_alive():
+            raise EngineDead(self._dead or "it is not running")
+        flushed: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def flush() -> None:
+            try:
+                flushed.set_result(self._engine.flush_cache())
+            except CapacityError as error:
+                flushed.set_exception(error)
+
+        self._commands.put(flush)
+        return await asyncio.wrap_future(flushed)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its iterator ends after deltas with finish reason ``abort``. False if it is not known."""

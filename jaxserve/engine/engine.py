@@ -18,11 +18,11 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.sequence import Sequence
-from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.assembly import assemble
 from jaxserve.engine.control_checks import check_controls, constraints_of, make_grammars
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output import OutputBuilder
+from jaxserve.engine.request_checks import check_request
 from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch
 from jaxserve.scheduler.scheduler import Committed
@@ -188,46 +188,14 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def check(self, prompt_ids: list[int], params: SamplingParams) -> int:
+    def check(self, prompt_ids: list[int], params: SamplingParams, priority: int = 0) -> int:
         """Checks a request against the model and the pool; returns the most tokens each output may have in all.
 
         Raises:
             InvalidRequest: what was wanted, what came, what to do.
         """
-        vocab, limit = self.model_config.vocab_size, self.context_length
-        if not prompt_ids:
-            raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt", code="empty_prompt")
-        for param, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids)):
-            wrong = [t for t in ids if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]
-            if wrong:
-                raise InvalidRequest(
-                    f"token ids of {param} must be integers in [0, {vocab - 1}], got {wrong[0]!r}",
-                    param=param, code="invalid_token",
-                )  # fmt: skip
         self.check_controls(params)
-        most = self.config.max_running_requests + self.config.max_queued_requests
-        if params.n > most:
-            raise InvalidRequest(
-                f"n is {params.n}, but this server holds {most} sequences "
-                "(--max-running-requests + --max-queued-requests); ask for fewer",
-                param="n", code="too_many_outputs",
-            )  # fmt: skip
-        length = len(prompt_ids)
-        wanted = length + (1 if params.max_tokens is None else params.max_tokens)
-        if wanted > limit:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens and asks for {wanted - length} more, {wanted} in all; this model's "
-                f"context length is {limit}. Shorten the prompt or lower max_tokens",
-                param="max_tokens" if length < limit else "prompt", code="context_length_exceeded",
-            )  # fmt: skip
-        pool_tokens = self.scheduler.pool.num_usable * self.scheduler.pool.page_size
-        if wanted > pool_tokens:
-            needed, pages = ceil_div(wanted, self.scheduler.pool.page_size), self.scheduler.pool.num_usable
-            raise InvalidRequest(
-                f"the request needs {needed} pages, the pool has {pages}; raise --num-pages or ask for fewer tokens",
-                param="max_tokens", code="pool_too_small",
-            )  # fmt: skip
-        return min(limit, pool_tokens) if params.max_tokens is None else wanted
+        return check_request(prompt_ids, params, priority, self.config, self.parts)
 
     def check_controls(self, params: SamplingParams) -> None:
         """The part of ``check`` that needs no prompt. A grammar is compiled here, on the caller's thread, and kept."""
@@ -242,7 +210,7 @@ class Engine:
             EngineDead: the engine is closed.
         """
         self._refuse_if_closed()
-        max_total = self.check(list(request.prompt_ids), request.params)
+        max_total = self.check(list(request.prompt_ids), request.params, request.priority)
         if request.request_id in self._requests:
             raise InvalidRequest(f"request id {request.request_id!r} is already in use", param="request_id")
         if not self.has_room(request.params.n):
@@ -287,6 +255,16 @@ class Engine:
             deltas += self._fail_running(error)
         return deltas
 
+    def flush_cache(self) -> int:
+        """Forgets cached prefixes; returns the number of pages that are free now.
+
+        Raises:
+            CapacityError: requests are running or waiting, which would cache their pages anew.
+        """
+        if self.has_work:
+            raise CapacityError("the prefix cache is not flushed while requests run; try again when the server is idle")
+        return self.scheduler.memory.forget_all()
+
     def encode_chat(self, messages: list[dict], *, template: str | None = None, **options: Any) -> list[int]:
         """Token ids of a conversation by a chat template, the model's own by default; ``options`` as those of
         ``jaxserve.text.chat_template.encode_chat``. Raises InvalidRequest."""
@@ -308,6 +286,7 @@ class Engine:
         worker.give_up()
         stream_error = self.parts.rows.recover()
         worker.reset_device_state()
+        self.scheduler.memory.forget_all()  # the pages are zeros now
         deltas = []
         message = f"{type(error).__name__}: {error}"
         if stream_error is not None:  # the cause; the step only met its consequence
@@ -340,6 +319,7 @@ class Engine:
             for delta in self.step():
                 if delta.error is not None:
                     raise JaxserveError(f"the warm-up step failed: {delta.error}")
+        self.scheduler.memory.forget_all()  # the warm-up's own
         self.metrics.reset()
         self.progress(f"ready after {time.monotonic() - start:.1f} s of warm-up")
 

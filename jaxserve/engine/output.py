@@ -66,7 +66,8 @@ class OutputBuilder:
         return OutputDelta(
             sequence.request.request_id, sequence.index, text, (token,),
             (committed.logprob,) if committed.logprob is not None else (), reason, stop_reason,
-            speculation=self.speculation, prompt_logprobs=None if scores is None else tuple(scores),
+            speculation=self.speculation, cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=None if scores is None else tuple(scores),
             embedding=sequence.prompt_results.embedding if tells else None,
             from_drafts=(True,) if committed.is_draft else (),
         )  # fmt: skip
@@ -85,5 +86,6 @@ class OutputBuilder:
         self.finish_reason = reason
         request_id, index = self.sequence.request.request_id, self.sequence.index
         return OutputDelta(
-            request_id, index, self._text.finish(), finish_reason=reason, error=error, speculation=self.speculation
-        )
+            request_id, index, self._text.finish(), finish_reason=reason, error=error, speculation=self.speculation,
+            cached_tokens=self.sequence.num_cached_tokens,
+        )  # fmt: skip

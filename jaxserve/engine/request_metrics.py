@@ -48,7 +48,9 @@ class RequestMetrics(Collector):
     def __init__(self, engine: Engine, labels: Mapping[str, str]):
         self._engine = engine
         self._names, self._values = list(labels), list(labels.values())
-        self._preemptions_before = engine.scheduler.num_preemptions
+        scheduler = engine.scheduler
+        self._preemptions_before = scheduler.num_preemptions
+        self._queried_before, self._hit_before = scheduler.memory.num_queried, scheduler.memory.num_hit
         self.num_requests = self.prompt_tokens = self.generation_tokens = self.emitted_tokens = 0
         self.finished: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.steps: dict[ForwardMode, int] = dict.fromkeys(STEP_NAMES, 0)
@@ -87,12 +89,17 @@ class RequestMetrics(Collector):
 
     def _gauges(self) -> Iterator[Metric]:
         scheduler = self._engine.scheduler
-        used = 1 - scheduler.pool.num_free / max(1, scheduler.pool.num_usable)
+        memory = scheduler.memory
+        used = 1 - memory.num_available / max(1, scheduler.pool.num_usable)
+        hit_rate = (memory.num_hit - self._hit_before) / max(1, memory.num_queried - self._queried_before)
         pace = self.pace.per_second(time.monotonic(), self.generation_tokens)
         for names, text, value in (
             (("num_requests_running", "num_running_reqs"), "Sequences that hold a slot", len(scheduler.running)),
             (("num_requests_waiting", "num_queue_reqs"), "Sequences that wait for one", len(scheduler.waiting)),
-            (("kv_cache_usage_perc", "token_usage"), "Share of KV pages in use, 0 to 1", used),
+            (("kv_cache_usage_perc", "token_usage"), "Share of KV pages that sequences use, 0 to 1", used),
+            (("kv_cache_cached_pages",), "KV pages in the prefix cache", memory.num_cached),
+            (("kv_cache_evictable_pages",), "Those of them that no sequence uses", memory.num_evictable),
+            (("cache_hit_rate",), "Share of prompt tokens found in the prefix cache, 0 to 1", hit_rate),
             (("gen_throughput",), "Tokens delivered a second, over the newest 10 seconds", pace),
         ):
             for name in names:
@@ -110,6 +117,10 @@ class RequestMetrics(Collector):
              self.emitted_tokens if speculates else None),
             ("num_preemptions", "Sequences whose pages were taken away",
              self._engine.scheduler.num_preemptions - self._preemptions_before),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache",
+             self._engine.scheduler.memory.num_queried - self._queried_before),
+            ("prefix_cache_hits", "Prompt tokens found there",
+             self._engine.scheduler.memory.num_hit - self._hit_before),
         ):  # fmt: skip
             if value is not None:
                 family = CounterMetricFamily(f"jaxserve:{name}", text, labels=self._names)

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.server import (
+    cache_api,
     chat_api,
     completions_api,
     control_api,
@@ -37,7 +38,8 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
     app.state.settings = settings
     app.state.http_metrics = metrics.HttpMetrics()
     openai_apis = (chat_api, completions_api, embeddings_api, models_api)
-    for api in (*openai_apis, generate_api, tokens_api, health_api, control_api, metrics, page, live):
+    sglang_apis = (generate_api, control_api, cache_api)
+    for api in (*openai_apis, *sglang_apis, tokens_api, health_api, metrics, page, live):
         app.include_router(api.router)
     add_profiling(app, settings.profile_dir)
     app.add_exception_handler(JaxserveError, handle_known)

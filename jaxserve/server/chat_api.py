@@ -20,6 +20,7 @@ from jaxserve.server.chat_wire import ChatCompletionRequest
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
 from jaxserve.server.generation import Generation, names_of
+from jaxserve.server.generation_wire import scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import chat_logprobs, prompt_logprobs
@@ -55,7 +56,10 @@ async def chat_completions(request: Request) -> Response:
         "created": int(time.time()),
         "model": served_name(engine),
     }
-    generation = Generation(lifecycle, [prompt], params, head["id"], names=names_of(request, body.rid))
+    scheduling = scheduling_of(body)
+    generation = Generation(
+        lifecycle, [prompt], params, head["id"], names=names_of(request, body.rid), scheduling=scheduling
+    )
     if body.stream:
         return SSEResponse(_frames(generation, body, form, head, engine.tokenizer), generation)
     async with generation:

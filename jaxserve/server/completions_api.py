@@ -22,6 +22,7 @@ from jaxserve.server.completion_wire import DEFAULT_MAX_TOKENS, CompletionReques
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.engine_protocol import TokenizerLike
 from jaxserve.server.generation import Generation, names_of
+from jaxserve.server.generation_wire import scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.logprobs_wire import CompletionLogprobs, joined, prompt_logprobs
@@ -51,8 +52,8 @@ async def completions(request: Request) -> Response:
         "model": served_name(engine),
     }
     generation = Generation(
-        lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS, prompt_only=body.only_echoes,
-        names=names_of(request, body.rid),
+        lifecycle, prompts, params, head["id"], DEFAULT_MAX_TOKENS, scheduling_of(body),
+        prompt_only=body.only_echoes, names=names_of(request, body.rid),
     )  # fmt: skip
     writer = _Writer(body, params, prompts, engine.tokenizer)
     if body.stream:

@@ -55,8 +55,11 @@ class EngineLike(Protocol):
     def check_controls(self, params: SamplingParams) -> None: ...  # slow for a grammar that is new
 
     def generate(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[OutputDelta]: ...
+        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None, *,
+        priority: int = 0, cache_salt: str | None = None,
+    ) -> AsyncIterator[OutputDelta]: ...  # fmt: skip
+
+    async def flush_cache(self) -> int: ...  # pages that freed; CapacityError while requests run
 
     def abort(self, request_id: str) -> bool: ...
 

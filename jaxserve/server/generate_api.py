@@ -20,7 +20,7 @@ from jaxserve.server.body import parse_fields, read_request
 from jaxserve.server.completion_wire import check_prompts
 from jaxserve.server.disconnect import until_disconnect
 from jaxserve.server.generation import Generation, names_of
-from jaxserve.server.generation_wire import GenerationRequest
+from jaxserve.server.generation_wire import SCHEDULING, GenerationRequest, scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
 from jaxserve.server.prompts import encode_prompts
@@ -51,6 +51,8 @@ class GenerateRequest(WireModel):
     input_ids: Any = Field(None, json_schema_extra={"type": "array"})
     sampling_params: dict[str, Any] | None = None
     stream: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     rid: str | None = None  # what /abort_request may call it
 
     @field_validator("text", "input_ids")
@@ -72,7 +74,7 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
         "min_new_tokens": "min_tokens",
         "no_stop_trim": "include_stop_str_in_output",
     }
-    for theirs in ("model", "rid", "stream", "stream_options", *renamed.values()):
+    for theirs in ("model", "rid", "stream", "stream_options", *SCHEDULING, *renamed.values()):
         if theirs in fields:
             message = f"unknown field {theirs!r} in sampling_params"
             raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
@@ -122,8 +124,9 @@ async def generate(request: Request) -> Response:
     single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
     response_id = uuid.uuid4().hex
     generation = Generation(
-        lifecycle, prompts, params, response_id, DEFAULT_MAX_NEW_TOKENS, names=names_of(request, body.rid)
-    )
+        lifecycle, prompts, params, response_id, DEFAULT_MAX_NEW_TOKENS, scheduling_of(body),
+        names=names_of(request, body.rid),
+    )  # fmt: skip
 
     def shape(output: CompletionOutput) -> dict[str, Any]:
         reason: dict[str, Any] | None = None
@@ -137,6 +140,8 @@ async def generate(request: Request) -> Response:
             "prompt_tokens": len(prompts[output.index // params.n]),
             "completion_tokens": len(output.token_ids),
         }
+        if output.cached_tokens is not None:
+            meta["cached_tokens"] = output.cached_tokens
         if output.speculation is not None:
             meta |= speculation_info(output.speculation)
         shaped = {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -33,6 +33,7 @@ class Generation:
     Args:
         default_max_tokens: where ``params`` has no limit, this one, or less near the end of the context. None: no limit
             but the context.
+        scheduling: more arguments of ``EngineLike.generate``.
         prompt_only: the client wants nothing but the prompt: outputs are empty, whatever the engine makes.
         names: what ``/abort_request`` may call it, besides ``response_id``.
 
@@ -53,6 +54,7 @@ class Generation:
         params: SamplingParams,
         response_id: str,
         default_max_tokens: int | None = None,
+        scheduling: Mapping[str, Any] | None = None,
         prompt_only: bool = False,
         names: frozenset[str] = frozenset(),
     ) -> None:
@@ -68,12 +70,13 @@ class Generation:
         self.completion_tokens = 0
         self.num_choices = len(prompts) * params.n
         self._speculation: dict[int, SpeculationCounts] = {}  # by choice, so far
+        self._cached_tokens: dict[int, int] = {}  # by position of the prompt; of its first output, which asked first
         self._unfinished = set(range(self.num_choices))
         try:
             for position, prompt in enumerate(prompts):
                 request_id = f"{response_id}-{position}"
                 own = self._within_context(prompt, params, default_max_tokens)
-                self._sources.append(self._engine.generate(prompt, own, request_id))
+                self._sources.append(self._engine.generate(prompt, own, request_id, **(scheduling or {})))
                 self._running_ids.append(request_id)
         except BaseException:
             self.abort()
@@ -129,6 +132,8 @@ class Generation:
                     delta = dataclasses.replace(delta, **empty, finish_reason=reason)
                 self.completion_tokens += len(delta.token_ids)
                 choice = position * self._params.n + delta.index
+                if delta.cached_tokens is not None and not delta.index:
+                    self._cached_tokens[position] = delta.cached_tokens
                 if delta.speculation is not None:
                     self._speculation[choice] = delta.speculation
                 if delta.finish_reason is not None:
@@ -162,6 +167,8 @@ class Generation:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self._cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
         counts = total(list(self._speculation.values()))
         if counts is not None:
             usage["completion_tokens_details"] = {

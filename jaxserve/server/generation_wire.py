@@ -39,7 +39,13 @@ _SAMPLING = (
 )
 
 _FORMS = ("response_format", "structured_outputs", *GUIDED)
+SCHEDULING = ("priority", "cache_salt")
 _OBJECT: JsonDict = {"type": ["object", "null"]}
+
+
+def scheduling_of(body: WireModel) -> dict[str, Any]:
+    """Keyword arguments of ``EngineLike.generate``: those that were sent."""
+    return {name: value for name in SCHEDULING if (value := getattr(body, name)) is not None}
 
 
 class StreamOptions(WireModel):
@@ -63,6 +69,8 @@ class GenerationRequest(WireModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     n: int | None = None
     best_of: int | None = None
     stop: Any = Field(None, json_schema_extra={"type": ["string", "array", "null"], "items": {"type": "string"}})

@@ -15,7 +15,6 @@ from jaxserve.core.errors import InvalidRequest
 # field -> values that ask for nothing; null always does
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "cache_salt": (),
     "documents": ([],),
     "function_call": ("none", "auto"),  # without functions these two ask for nothing
     "functions": ([],),
@@ -25,7 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "mm_processor_kwargs": ({},),
     "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "reasoning_effort": (),
     "return_tokens_as_token_ids": (False,),

@@ -70,11 +70,14 @@ class SpeculativeAlgorithm(ABC):
 
     Attributes:
         name: what ``--speculative-algorithm`` selects.
+        kv_lookahead: how many tokens behind a page its own KV in that page depends on. None: it cannot work with cached
+            pages, as if it writes KV of positions that the step of the target model does not compute.
         context_window: newest tokens ``propose`` looks at; None: all of them.
     """
 
     name: ClassVar[str] = ""
     context_window: int | None = None
+    kv_lookahead: ClassVar[int | None] = 0
 
     def __init__(self, context: AlgorithmContext):
         self.context = context

@@ -24,6 +24,7 @@ class DflashAlgorithm(HeadAlgorithm):
 
     name = "DFLASH"
     drafts_trees = False
+    kv_lookahead = 0  # KV of a position is of the target's features there
     runner_class = BlockDraftRunner
     worker_class = BlockDraftWorker
 

@@ -41,6 +41,7 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
 
     uses_features = True
     drafts_trees = True
+    kv_lookahead: ClassVar[int | None] = None  # nothing is shared until a subclass has thought about it
     runner_class: ClassVar[type[DraftRunner]] = DraftRunner
     worker_class: ClassVar[type[DraftWorker]] = DraftWorker
     draft: LoadedModel

@@ -54,6 +54,7 @@ class EagleAlgorithm(HeadAlgorithm):
     """EAGLE (Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty", 2024), chains."""
 
     name = "EAGLE"
+    kv_lookahead = 1  # the entry of a position takes the token behind it
 
 
 class Eagle3Algorithm(HeadAlgorithm):
@@ -61,3 +62,4 @@ class Eagle3Algorithm(HeadAlgorithm):
     2025), chains."""
 
     name = "EAGLE3"
+    kv_lookahead = 1

@@ -23,6 +23,7 @@ class StandaloneAlgorithm(DraftModelAlgorithm):
 
     name = "STANDALONE"
     uses_features = False
+    kv_lookahead = 0  # KV of a position is of the tokens up to it
 
     def _path(self) -> Path:
         path = self.context.config.speculative_draft_model_path

@@ -107,7 +107,7 @@ def check_idle(engine: Engine) -> None:
     """PAGES: no page, slot, or queue entry is left behind."""
     scheduler = engine.scheduler
     scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_usable
+    assert scheduler.memory.num_available == scheduler.pool.num_usable
     assert sorted(scheduler.free_slots) == list(range(scheduler.rows.layout.num_slots))
     assert not scheduler.running and not scheduler.waiting and not engine.open_requests
     assert not scheduler.rows.mirror("block_tables").any(), "a stale row names a page"

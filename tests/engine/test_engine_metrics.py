@@ -68,7 +68,7 @@ def test_every_counter_says_what_clients_got(
     """Mixed traffic: n > 1, aborts while waiting and while running, stop tokens, and too few pages, so that sequences
     are preempted; with NGRAM also verified drafts behind the end of an output."""
     engine = engines(tiny, **(NGRAM if speculates else PLAIN))
-    engine.scheduler.num_preemptions += 5  # of another time: counts begin at the reset
+    engine.scheduler.residency.num_preemptions += 5  # of another time: counts begin at the reset
     engine.metrics.reset()
     preempted_before = engine.scheduler.num_preemptions
     witness, rng, collected = Witness(engine, monkeypatch), random.Random(7), Collected()
@@ -146,8 +146,8 @@ def test_gauges_follow_sequences_and_pages(engines: Engines, tiny: Path) -> None
         engine.step()
     found = samples(engine)
     assert found["num_running_reqs",] == 4 and found["num_queue_reqs",] == 2
-    pool = engine.scheduler.pool
-    assert found["token_usage",] == pytest.approx((pool.num_usable - pool.num_free) / pool.num_usable)
+    pool, available = engine.scheduler.pool, engine.scheduler.memory.num_available
+    assert found["token_usage",] == pytest.approx((pool.num_usable - available) / pool.num_usable)
     assert 0 < found["token_usage",] < 1
     run(engine)
 
@@ -207,7 +207,8 @@ def test_distributions_and_pace() -> None:
 
 def test_counting_costs_a_step_microseconds() -> None:
     """A step of 64 sequences, one token each. Measured: 16 us, a quarter of a microsecond per token."""
-    scheduler = SimpleNamespace(num_preemptions=0, speculation=None)
+    memory = SimpleNamespace(num_queried=0, num_hit=0)
+    scheduler = SimpleNamespace(num_preemptions=0, speculation=None, memory=memory)
     parts = SimpleNamespace()
     engine: Any = SimpleNamespace(model_name="m", context_length=4096, scheduler=scheduler, parts=parts)
     metrics = EngineMetrics.__new__(EngineMetrics)

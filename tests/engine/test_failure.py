@@ -136,7 +136,7 @@ def test_a_failed_row_write_loses_no_page_or_slot(small, oracle, monkeypatch):
 def test_a_failed_row_write_in_a_preemption(small, oracle, monkeypatch):
     """The preempted sequence is in no list for a moment; it must be in one when its rows are cleared."""
     scheduler = small.scheduler
-    real = scheduler._preempt
+    real = scheduler.residency.preempt
     failed = []
 
     def preempt(sequence):
@@ -147,7 +147,7 @@ def test_a_failed_row_write_in_a_preemption(small, oracle, monkeypatch):
             failed.append(sequence.request.request_id)
             return real(sequence)
 
-    monkeypatch.setattr(scheduler, "_preempt", preempt)
+    monkeypatch.setattr(scheduler.residency, "preempt", preempt)
     prompts = [prompt_of(6, seed) for seed in range(3)]
     ids = [add(small, prompt, greedy(18)) for prompt in prompts]
     collected = run(small)

@@ -78,7 +78,7 @@ def run(engine: Engine, tag: str = "r", params: dict[str, Any] | None = None) ->
                 raise RuntimeError(delta.error)
             tokens[delta.request_id] += delta.token_ids
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
     return list(tokens.values())
 
 

@@ -99,7 +99,7 @@ def run(engine: Engine) -> list[CompletionOutput]:
 def check_rest(engine: Engine, live: dict[str, int]) -> None:
     """Nothing is owed, awaited, held or leaked."""
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
     assert not engine.scheduler.rows.mirror("block_tables").any(), "a stale row names a page"
     rows, channel = engine.parts.rows, engine.parts.worker.model_runner.channel
     rows.stream.sync()

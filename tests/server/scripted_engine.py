@@ -90,7 +90,14 @@ class ScriptedEngine:
         text = "".join(f"{m['role']}:{m['content']}\n" for m in messages)
         return self.tokenizer.encode(text + ("assistant:" if add_generation_prompt else ""))
 
-    def generate(self, prompt, params: SamplingParams, request_id: str | None = None) -> AsyncIterator[OutputDelta]:
+    async def flush_cache(self) -> int:
+        if self.running:
+            raise CapacityError("busy")
+        return 7
+
+    def generate(self, prompt, params: SamplingParams, request_id: str | None = None, *,
+                 priority: int = 0, cache_salt: str | None = None) -> AsyncIterator[OutputDelta]:  # fmt: skip
+        self.scheduling = {"priority": priority, "cache_salt": cache_salt}
         if self.dead:
             raise EngineDead(self.dead)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -239,29 +239,55 @@ class Oracle:
         return lambda drafts: hidden[len(drafts) + 1]
 
 
+def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int], int]]) -> tuple[int, list[int]]:
+    """Runs requests together; every draft behind every step must be the recomputed one. Returns how many were compared,
+    and how many tokens of each prompt were cached."""
+    compared, cached = 0, [0] * len(requests)
+    for number, (prompt, length) in enumerate(requests):
+        params = SamplingParams(max_tokens=min(length, 7), ignore_eos=True, **{**SAMPLED, "seed": number})
+        engine.add(Request(str(number), tuple(prompt), params))
+    while engine.has_work:
+        for delta in engine.step():
+            cached[int(delta.request_id)] = delta.cached_tokens or 0
+        relay = np.asarray(engine.parts.worker.draft_runner.runner.relay)
+        for sequence in engine.scheduler.running:
+            if sequence.slot is None or sequence.prefilling or sequence.num_in_flight:
+                continue
+            for drafted, (token, margin) in zip(relay[sequence.slot], oracle.drafts(sequence), strict=True):
+                if margin < 1e-3:
+                    break  # rounding may decide, and all that follows depends on it
+                assert drafted == token, f"behind {len(sequence.token_ids)} tokens"
+                compared += 1
+    return compared, cached
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target):
     """Behind prompts of one and of several chunks and behind every verify step, several sequences at a time."""
     engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True)
-    oracle = Oracle(engine, target, algorithm)
-    compared = 0
     try:
-        for number, (prompt, length) in enumerate(workload()[1:4]):
-            params = SamplingParams(max_tokens=min(length, 7), ignore_eos=True, **{**SAMPLED, "seed": number})
-            engine.add(Request(str(number), tuple(prompt), params))
-        while engine.has_work:
-            engine.step()
-            relay = np.asarray(engine.parts.worker.draft_runner.runner.relay)
-            for sequence in engine.scheduler.running:
-                if sequence.slot is None or sequence.prefilling or sequence.num_in_flight:
-                    continue
-                for drafted, (token, margin) in zip(relay[sequence.slot], oracle.drafts(sequence), strict=True):
-                    if margin < 1e-3:
-                        break  # rounding may decide, and all that follows depends on it
-                    assert drafted == token, f"behind {len(sequence.token_ids)} tokens"
-                    compared += 1
+        compared, _ = compare_drafts(engine, Oracle(engine, target, algorithm), workload()[1:4])
         assert compared > 12
         assert engine.scheduler.speculation.figures.num_accepted > 1
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_drafts_behind_cached_pages_equal_a_full_recomputation(algorithm, tiny_model, heads, target):
+    """The second round shares whole pages with the first, and goes on with another token right behind them: what a
+    draft model knows of a page's last position may depend on that token."""
+    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True)
+    oracle = Oracle(engine, target, algorithm)
+    begin = workload()[1][0][:12]
+    lookahead = engine.scheduler.memory.cache.lookahead
+    try:
+        compare_drafts(engine, oracle, [([*begin, 7, 8], 2)])
+        requests = [([*begin, token, token + 1], 4) for token in (7, 100)]
+        compared, cached = compare_drafts(engine, oracle, requests)
+        assert cached == ([12, 8] if lookahead else [12, 12])
+        assert compared > 3
+        engine.scheduler.check_integrity()
     finally:
         engine.close()
 

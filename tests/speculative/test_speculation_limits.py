@@ -48,7 +48,7 @@ def serve(engine: Engine, prompt: list[int], tag: str, **params) -> list[OutputD
     while engine.has_work:
         deltas += [delta for delta in engine.step() if delta.request_id == tag]
     engine.scheduler.check_integrity()
-    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+    assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
     return deltas
 
 
@@ -160,7 +160,7 @@ def test_an_abort_in_flight_leaves_the_others_alone(engine, right_tokens):
         aborted = got[f"{round_number}-1"]
         assert aborted == right[1][: len(aborted)]
         engine.scheduler.check_integrity()
-        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_usable
+        assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
     assert not engine.scheduler.speculation._records and not engine.scheduler.speculation._sent
 
 

@@ -18,7 +18,7 @@ from jaxserve.server.sse import SSEResponse, frame
 router = APIRouter()
 EVERY_S = 0.25
 BEAT_EVERY = 8  # frames between two that are sent although nothing happened
-MAX_WATCHERS = 4  # each costs a few ms of the interpreter per frame
+MAX_WATCHERS = 4  # each costs up to 20 ms of the interpreter per frame
 
 
 @router.get("/timeline/live")
