@@ -20,6 +20,7 @@ def port_of(url: str) -> int:
 
 
 def test_a_taken_port_is_noticed_before_loading() -> None:
+    """O-37."""
     with Process() as first:
         port = port_of(first.expect("listening "))
         with Process(port=port, load_s=60) as second:
@@ -30,6 +31,7 @@ def test_a_taken_port_is_noticed_before_loading() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_loading_exits_promptly(number: signal.Signals) -> None:
+    """O-37: while compiling."""
     with Process(load_s=60) as server:
         url = server.expect("listening ")
         server.expect("loading")
@@ -43,6 +45,7 @@ def test_a_signal_while_loading_exits_promptly(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_streams_with_an_error_and_frees_the_port(number: signal.Signals) -> None:
+    """O-37: with four streams; a restart works. SIGKILL: test_served_for_long.py."""
     with Process(step_s=0.02, drain_s=0.5) as server:
         port = port_of(server.expect("listening "))
         server.expect("loading")
