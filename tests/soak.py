@@ -243,7 +243,7 @@ def judge(run: Soak, state: dict[str, Any], metrics: dict[str, float], growth_mi
     ended, tokens = total(metrics, "request_success_total"), total(metrics, "generation_tokens_total")
     checks = {
         "sequences are left": state["running"] == state["waiting"] == 0,
-        "pages are left": state["pages_free"] == state["pages_total"],
+        "pages are left": state["pages_free"] + state.get("pages_evictable", 0) == state["pages_total"],
         "programs were compiled late": state["late_compiles"] == total(metrics, "late_compiles_total") == 0,
         "5xx were sent": total(metrics, "http_requests_total", 'status="5') == 0,
         "memory grew": growth_mib <= GROWTH_MIB,

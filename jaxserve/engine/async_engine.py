@@ -18,6 +18,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.speculation_metrics import speculation_in_use
+from jaxserve.engine.step_watchdog import StepWatchdog
 
 log = logging.getLogger(__name__)
 END = None  # closes an output queue
@@ -102,7 +103,8 @@ class AsyncEngine:
     uses no CPU.
 
     Attributes:
-        fatal: done, with the error, when the process should end and not only this engine: the race check's report.
+        fatal: done, with the error, when the process should end and not only this engine: the race check's report, or a
+            step that does not come back.
     """
 
     def __init__(self, engine: Engine):
@@ -115,6 +117,7 @@ class AsyncEngine:
         self._dead: str | None = None
         self.fatal: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._draining = False
+        self._watchdog = StepWatchdog(engine.config.watchdog_timeout_s, self._stalled)
         self._thread = threading.Thread(target=self._run, name="jaxserve-step", daemon=True)
 
     @classmethod
@@ -312,15 +315,26 @@ class AsyncEngine:
                 except queue.Empty:
                     pass
                 if self._engine.has_work:
-                    self._deliver(self._engine.step())
+                    with self._watchdog.watching():
+                        deltas = self._engine.step()
+                    if self._dead is not None:
+                        return  # it came back too late: everybody has been told
+                    self._deliver(deltas)
         except BaseException as error:
             log.exception("the step loop stopped")
             self._end_all(f"{type(error).__name__}: {error}")
             if isinstance(error, RaceError):
                 self.fatal.set_exception(error)
         finally:
+            self._watchdog.close()
             self._end_all(None)  # what was accepted after the last command
             self._engine.close()
+
+    def _stalled(self, message: str) -> None:
+        """The watchdog's report: nobody waits any longer, and the process should end."""
+        log.error("%s", message)
+        self._end_all(message)
+        self.fatal.set_exception(EngineDead(message))
 
     def _end_all(self, failure: str | None) -> None:
         """Ends every stream there still is with EngineDead; ``failure`` None means that the engine was told to stop."""
@@ -340,6 +354,7 @@ class AsyncEngine:
         """Starts the step thread."""
         if not self._thread.is_alive():
             self._thread.start()
+            self._watchdog.start()
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Refuses new requests, lets running ones finish for ``drain_s`` seconds, aborts the rest, ends the thread."""

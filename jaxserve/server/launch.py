@@ -145,6 +145,7 @@ class ServerProcess:
                 either: set[asyncio.Future[Any]] = {stopping, serving, fatal}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if fatal.done():
+                    self._watch(EXIT_SLACK_S + settings.drain_timeout_s)  # a step that hangs must not keep us here
                     fatal.result()  # raises
                 await self._drain(server)
                 return 0

@@ -63,7 +63,10 @@ def test_every_prompt_token_has_the_logprob_that_a_full_recompute_gives(engine: 
         assert [value for _, value in one.top] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-4)
 
 
-def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine) -> None:
+def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, read = engine.parts.worker.step_runner._prompt_reader, []
+    original = reader.read
+    monkeypatch.setattr(reader, "read", lambda *arguments: read.append(1) or original(*arguments))
     asks = add(engine, prompt_of(20), greedy(3, prompt_logprobs=0, n=2))
     plain = add(engine, prompt_of(20), greedy(3))
     collected = run(engine)
@@ -73,7 +76,7 @@ def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine) -> None:
     assert second.prompt_logprobs is None and collected[plain].prompt_logprobs is None
     assert first.token_ids == second.token_ids == collected[plain].token_ids
     told = [delta for delta in collected.deltas if delta.prompt_logprobs is not None]
-    assert len(told) == 1
+    assert len(told) == 1 and len(read) == 2  # the two chunks of one prompt
 
 
 def test_a_preempted_prompt_is_told_once_and_right(checkpoint: Path, loaded) -> None:

@@ -70,7 +70,10 @@ class Served:
 
     def idle(self) -> bool:
         state = self.state()
-        return state["running"] == state["waiting"] == 0 and state["pages_free"] == state["pages_total"]
+        return (
+            state["running"] == state["waiting"] == 0
+            and state["pages_free"] + state.get("pages_evictable", 0) == state["pages_total"]
+        )
 
     def metric(self, name: str, label: str = "") -> float:
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
