@@ -31,7 +31,7 @@ from worker import Worker
 from jaxserve.bench.machine import machine, sentence
 from jaxserve.bench.serve import Plan, load_tokenizer, run
 from jaxserve.bench.serve_load import Load
-from jaxserve.bench.serve_process import ServerUnderTest
+from jaxserve.bench.serve_process import ServerUnderTest, end_with_parent
 from jaxserve.bench.serve_workload import Dataset, Tokens, make_prompts
 from jaxserve.bench.table import median, spread, table
 from jaxserve.engine.assembly import resolve_model_path
@@ -49,7 +49,9 @@ def llama_server(binary: str, model: str, clients: int, tokens: int) -> Iterator
     cores = str(len(os.sched_getaffinity(0)))
     command = [binary, "-m", model, "--port", str(port), "-np", str(clients), "-c", str(clients * tokens), "-t", cores,
                "-tb", cores, "--no-cache-prompt", "--no-webui"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
+    )
     try:
         url = f"http://127.0.0.1:{port}"
         for _ in range(600):
