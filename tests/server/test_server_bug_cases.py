@@ -50,7 +50,8 @@ def refused(served: Served, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def is_alive(served: Served) -> bool:
-    return served.post(TEXT, prompt="ok", max_tokens=2)["usage"]["completion_tokens"] == 2
+    body = served.post(TEXT, prompt="ok", max_tokens=2, ignore_eos=True)
+    return body["usage"]["completion_tokens"] == 2
 
 
 USER = [{"role": "user", "content": "Hi"}]
