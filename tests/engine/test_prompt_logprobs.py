@@ -137,3 +137,14 @@ def test_the_llm_tells_too(checkpoint: Path) -> None:
     assert asked.prompt_logprobs is not None and len(asked.prompt_logprobs) == 5 and asked.prompt_logprobs[0] is None
     assert all(one is not None and math.isfinite(one.logprob) for one in asked.prompt_logprobs[1:])
     assert plain.prompt_logprobs is None
+
+
+def test_speculation_does_not_change_what_is_told(checkpoint: Path, loaded) -> None:
+    engine = make_engine(checkpoint, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    prompt = list(b"abcabcabcabcabcabcabc")
+    request = add(engine, prompt, greedy(8, prompt_logprobs=0))
+    found, wanted = run(engine)[request].prompt_logprobs, oracle_logprobs(loaded, prompt)
+    assert found is not None
+    values = [wanted[place - 1][prompt[place]] for place in range(1, len(prompt))]
+    assert [one.logprob for one in found if one is not None] == pytest.approx(values, abs=1e-4)
+    engine.close()
