@@ -50,7 +50,8 @@ def refused(served: Served, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def is_alive(served: Served) -> bool:
-    return served.post(TEXT, prompt="ok", max_tokens=2)["usage"]["completion_tokens"] == 2
+    body = served.post(TEXT, prompt="ok", max_tokens=2, ignore_eos=True)
+    return body["usage"]["completion_tokens"] == 2
 
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -323,3 +324,14 @@ def test_generate_tells_logprobs_in_the_shape_of_sglang(markov: Served, table: n
     for field in ("best_of", "prompt_logprobs", "truncate_prompt_tokens", "rid"):
         error = refused(markov, "/generate", text="a", sampling_params={field: 2})
         assert error["param"] == f"sampling_params.{field}"
+
+
+def test_what_is_wrong_with_tools_is_said_before_anything_runs(markov: Served) -> None:
+    function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": 5}}}}
+    fields: dict[str, Any] = {"messages": USER, "tools": [{"type": "function", "function": function}]}
+    fields["tool_choice"] = "required"
+    error = refused(markov, CHAT, **fields)
+    assert error["code"] == "invalid_grammar" and error["param"] == "tools"
+    function["parameters"] = {}
+    assert refused(markov, CHAT, **fields)["code"] == "template_without_tools"
+    assert is_alive(markov)
