@@ -212,16 +212,12 @@ def total(metrics: dict[str, float], name: str, label: str = "") -> float:
     return sum(v for k, v in metrics.items() if k.split("{")[0] == f"jaxserve:{name}" and label in k)
 
 
-async def soak(url: str, pid: int, seconds: float, clients: int, seed: int, think_s: float = 0.0,
-               since: dict[str, float] | None = None) -> dict[str, Any]:  # fmt: skip
-    """Runs the traffic; returns what was found, ``problems`` first.
-
-    Args:
-        since: metrics before, of a server that has answered others.
-    """
+async def soak(url: str, pid: int, seconds: float, clients: int, seed: int, think_s: float = 0.0) -> dict[str, Any]:
+    """Runs the traffic; returns what was found, ``problems`` first."""
     watched = Watched(url, pid)
     while b'"ready"' not in await watched.get("/health/ready"):
         await asyncio.sleep(0.1)
+    before = await watched.metrics()  # asking whether it was ready has made 503s
     info = json.loads(await watched.get("/get_server_info"))
     run = Soak(url, info["context_length"], seed, think_s)
     await run.run(seconds / 3, clients)
@@ -231,7 +227,7 @@ async def soak(url: str, pid: int, seconds: float, clients: int, seed: int, thin
     while (state := await watched.state())["running"] + state["waiting"] and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     late, metrics = watched.rss_mib(), await watched.metrics()
-    metrics = {name: value - (since or {}).get(name, 0.0) for name, value in metrics.items()}
+    metrics = {name: value - before.get(name, 0.0) for name, value in metrics.items()}
     return {"problems": [*run.problems, *judge(run, state, metrics, late - early)], "counts": dict(run.counts),
             "rss_mib": {"at a third": early, "at the end": late}, "seconds": seconds, "clients": clients,
             "finished": {k: v for k, v in metrics.items() if "request_success_total" in k}}  # fmt: skip

@@ -142,9 +142,7 @@ def test_clients_that_leave_give_everything_back(served: Served, when: str) -> N
 def test_mixed_traffic(served: Served) -> None:
     """Some seconds of what ``make soak`` does for twenty minutes."""
     pid, url = served.process.pid, served.url
-    found = asyncio.run(
-        soak.soak(url, pid, SOAK_S, clients=6, seed=3, since=asyncio.run(soak.Watched(url, pid).metrics()))
-    )
+    found = asyncio.run(soak.soak(url, pid, SOAK_S, clients=6, seed=3))
     assert found["problems"] == []
     assert found["counts"]["outputs"] > 100 and found["counts"]["left"] > 10
 
