@@ -1,5 +1,6 @@
 # make serve    sets everything up and serves the default model   (PORT=8000 MODEL=default ARGS="--max-running-requests 16")
 # make test     sets everything up and runs the tests             (ARGS="-k barrier -x" JOBS=1)
+# make soak     twenty minutes of mixed traffic on a server, and what must hold then   (ARGS="--minutes 5 --model default")
 # make lint     ruff and mypy
 # make sanitize builds csrc with its C++ tests under Thread-, Address- and UndefinedBehaviorSanitizer and runs them;
 #               mistakes planted in it must be reported   (ARGS="--twin cpu --sanitizer thread")
@@ -30,7 +31,7 @@ SOURCES := pyproject.toml setup.py $(shell find csrc -type f)
 # Ahead of the server, so that the download is seen; if it fails, the server says why.
 FETCH := from jaxserve.models.loading.default_model import default_model_path as fetch; print('default model:', fetch())
 
-.PHONY: serve test sanitize verify fuzz bench lint clean
+.PHONY: serve test soak sanitize verify fuzz bench lint clean
 .DEFAULT_GOAL := serve
 
 serve: $(INSTALLED)
@@ -39,6 +40,9 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 # In build/sanitize; only what has changed is compiled anew. The interpreter is the one with jaxlib: its FFI headers.
 sanitize: $(INSTALLED)
@@ -73,7 +77,7 @@ $(INSTALLED): $(SOURCES)
 	@touch $@
 
 $(VENV)/.clients-$(VERSION): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -e '.[clients]'
+	$(BIN)/python -m pip install --quiet 'langchain-openai>=0.3' 'schemathesis>=4'
 	@touch $@
 
 $(VENV)/.lint-$(VERSION): $(INSTALLED)

@@ -32,7 +32,7 @@ class ServerUnderTest:
         self._last: collections.deque[str] = collections.deque(maxlen=20)
         self._say = say
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        errors="replace", preexec_fn=_end_with_parent)  # fmt: skip
+                                        errors="replace", preexec_fn=end_with_parent)  # fmt: skip
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._last.append(line.rstrip())
@@ -68,6 +68,7 @@ class ServerUnderTest:
             self.process.wait()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """A child's ``preexec_fn``: it gets a stop signal when this process is gone, however that came."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -18,9 +18,11 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.speculation_metrics import speculation_in_use
+from jaxserve.engine.step_watchdog import StepWatchdog
 
 log = logging.getLogger(__name__)
 END = None  # closes an output queue
+Items = list[OutputDelta | Exception | None]
 
 
 class OutputStream:
@@ -29,7 +31,7 @@ class OutputStream:
     def __init__(self, engine: AsyncEngine, request: Request):
         self._closed = True  # nothing to abort until the request is the engine's
         self._engine = engine
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
         self._open_outputs = request.params.n
         self.request_id = request.request_id
@@ -68,22 +70,29 @@ class OutputStream:
     def __del__(self) -> None:
         self.close()
 
-    def put_from_thread(self, items: list[OutputDelta | Exception | None]) -> bool:
-        """Hands items over from the step thread. False if the event loop has closed, and with it the client's end."""
-        try:
-            self._loop.call_soon_threadsafe(self._put, items)
-        except RuntimeError:
-            self._closed = True
-            return False
-        return True
-
-    def _put(self, items: list[OutputDelta | Exception | None]) -> None:
+    def put(self, items: Items) -> None:
+        """Takes items over, on the event loop."""
         for item in items:
             self._queue.put_nowait(item)
             if isinstance(item, OutputDelta) and item.finish_reason is not None:
                 self._open_outputs -= 1
                 if self._open_outputs == 0:
                     self._queue.put_nowait(END)
+
+
+def put_all_from_thread(loop: asyncio.AbstractEventLoop, batch: list[tuple[OutputStream, Items]]) -> bool:
+    """Hands the items of several streams over from the step thread. False if the event loop has closed, and with it the
+    clients' ends. Waking the loop is a system call, so it is done once a step and not once a stream."""
+
+    def put() -> None:
+        for stream, items in batch:
+            stream.put(items)
+
+    try:
+        loop.call_soon_threadsafe(put)
+    except RuntimeError:
+        return False
+    return True
 
 
 class AsyncEngine:
@@ -94,7 +103,8 @@ class AsyncEngine:
     uses no CPU.
 
     Attributes:
-        fatal: done, with the error, when the process should end and not only this engine: the race check's report.
+        fatal: done, with the error, when the process should end and not only this engine: the race check's report, or a
+            step that does not come back.
     """
 
     def __init__(self, engine: Engine):
@@ -107,6 +117,7 @@ class AsyncEngine:
         self._dead: str | None = None
         self.fatal: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._draining = False
+        self._watchdog = StepWatchdog(engine.config.watchdog_timeout_s, self._stalled)
         self._thread = threading.Thread(target=self._run, name="jaxserve-step", daemon=True)
 
     @classmethod
@@ -262,7 +273,7 @@ class AsyncEngine:
             self._engine.add(request)
         except (InvalidRequest, CapacityError) as error:  # all was checked before; but it must not end the thread
             self._ended(request.params.n, request.request_id)
-            stream.put_from_thread([error])
+            put_all_from_thread(stream.loop, [(stream, [error])])
 
     def _abort(self, stream: OutputStream) -> None:
         if self._streams.get(stream.request_id) is stream:
@@ -275,16 +286,20 @@ class AsyncEngine:
                 del self._streams[request_id]
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
-        by_request: dict[str, list[OutputDelta | Exception | None]] = {}
+        by_request: dict[str, Items] = {}
         for delta in deltas:
             by_request.setdefault(delta.request_id, []).append(delta)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, Items]]] = {}
         for request_id, items in by_request.items():
             finished = sum(1 for d in items if isinstance(d, OutputDelta) and d.finish_reason is not None)
             stream = self._streams[request_id]
             if finished:
                 self._ended(finished, request_id)
-            if not stream.put_from_thread(items):
-                self._abort(stream)
+            by_loop.setdefault(stream.loop, []).append((stream, items))
+        for loop, batch in by_loop.items():
+            if not put_all_from_thread(loop, batch):
+                for stream, _ in batch:
+                    self._abort(stream)
 
     def _run(self) -> None:
         try:
@@ -300,15 +315,26 @@ class AsyncEngine:
                 except queue.Empty:
                     pass
                 if self._engine.has_work:
-                    self._deliver(self._engine.step())
+                    with self._watchdog.watching():
+                        deltas = self._engine.step()
+                    if self._dead is not None:
+                        return  # it came back too late: everybody has been told
+                    self._deliver(deltas)
         except BaseException as error:
             log.exception("the step loop stopped")
             self._end_all(f"{type(error).__name__}: {error}")
             if isinstance(error, RaceError):
                 self.fatal.set_exception(error)
         finally:
+            self._watchdog.close()
             self._end_all(None)  # what was accepted after the last command
             self._engine.close()
+
+    def _stalled(self, message: str) -> None:
+        """The watchdog's report: nobody waits any longer, and the process should end."""
+        log.error("%s", message)
+        self._end_all(message)
+        self.fatal.set_exception(EngineDead(message))
 
     def _end_all(self, failure: str | None) -> None:
         """Ends every stream there still is with EngineDead; ``failure`` None means that the engine was told to stop."""
@@ -319,7 +345,8 @@ class AsyncEngine:
             self._streams.clear()
             self._num_open = 0
         for stream in streams:
-            stream.put_from_thread([EngineDead(f"the engine has stopped: {failure or 'it was shut down'}")])
+            ending = EngineDead(f"the engine has stopped: {failure or 'it was shut down'}")
+            put_all_from_thread(stream.loop, [(stream, [ending])])
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -327,6 +354,7 @@ class AsyncEngine:
         """Starts the step thread."""
         if not self._thread.is_alive():
             self._thread.start()
+            self._watchdog.start()
 
     async def stop(self, drain_s: float = 5.0) -> None:
         """Refuses new requests, lets running ones finish for ``drain_s`` seconds, aborts the rest, ends the thread."""

@@ -268,7 +268,10 @@ class Engine:
     def encode_chat(self, messages: list[dict], *, template: str | None = None, **options: Any) -> list[int]:
         """Token ids of a conversation by a chat template, the model's own by default; ``options`` as those of
         ``jaxserve.text.chat_template.encode_chat``. Raises InvalidRequest."""
-        return encode_chat(self.tokenizer, template or self.chat_template, messages, **options)
+        own = self.chat_template
+        if options.get("tools"):
+            own = self.parts.checkpoint.tool_chat_template or own
+        return encode_chat(self.tokenizer, template or own, messages, **options)
 
     # -- failure -----------------------------------------------------------------------------------------------------
 

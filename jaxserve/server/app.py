@@ -49,7 +49,10 @@ def create_app(lifecycle: Lifecycle, settings: ServerSettings | None = None) -> 
         app.add_middleware(ApiKey, keys=settings.api_keys)
     if settings.cors_origins:
         origins = list(settings.cors_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
     app.add_middleware(Front, metrics=app.state.http_metrics)
     describe_bodies(app)
     return app

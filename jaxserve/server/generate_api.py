@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from jaxserve.server.generation import Generation, names_of
 from jaxserve.server.generation_wire import SCHEDULING, GenerationRequest, scheduling_of
 from jaxserve.server.json_response import json_response
 from jaxserve.server.lifecycle import Lifecycle
+from jaxserve.server.logprobs_wire import sglang_logprobs
 from jaxserve.server.prompts import encode_prompts
 from jaxserve.server.sse import DONE, SSEResponse, frame
 from jaxserve.server.structure_wire import compile_grammar
@@ -30,6 +32,10 @@ from jaxserve.server.wire import WireModel
 
 router = APIRouter()
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+# fields of the other endpoints that say nothing about sampling, or not to this one
+NOT_SAMPLING = (
+    "model", "rid", "stream", "stream_options", "best_of", "prompt_logprobs", "truncate_prompt_tokens",
+)  # fmt: skip
 FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
@@ -39,18 +45,19 @@ class GenerateRequest(WireModel):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "image_data": (),
         "input_embeds": (),
-        "logprob_start_len": (-1,),
         "lora_path": (),
         "return_hidden_states": (False,),
-        "return_logprob": (False,),
-        "top_logprobs_num": (0,),
     }
-    harmless: ClassVar[tuple[str, ...]] = ("return_text_in_logprobs", "log_metrics")
+    harmless: ClassVar[tuple[str, ...]] = ("log_metrics",)
 
     text: Any = Field(None, json_schema_extra={"type": ["string", "array"]})
     input_ids: Any = Field(None, json_schema_extra={"type": "array"})
     sampling_params: dict[str, Any] | None = None
     stream: bool | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
+    logprob_start_len: int | None = Field(None, ge=-1, le=0)  # 0: of the prompt, too
+    return_text_in_logprobs: bool | None = None
     priority: int | None = None
     cache_salt: str | None = Field(None, min_length=1)
     rid: str | None = None  # what /abort_request may call it
@@ -61,6 +68,27 @@ class GenerateRequest(WireModel):
         if value is not None:
             check_prompts(value)
         return value
+
+    def with_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with the log-probabilities it asks for.
+
+        Raises:
+            InvalidRequest: how many makes no sense.
+        """
+        if not self.return_logprob:
+            if self.top_logprobs_num or self.logprob_start_len == 0:
+                raise InvalidRequest(
+                    "top_logprobs_num and logprob_start_len need return_logprob: true; send it, too",
+                    param="return_logprob", code="invalid_value",
+                )  # fmt: skip
+            return params
+        count = self.top_logprobs_num or 0
+        of_prompt = count if self.logprob_start_len == 0 else None
+        try:
+            return dataclasses.replace(params, logprobs=count, prompt_logprobs=of_prompt)
+        except InvalidRequest as error:
+            message = error.message.replace(error.param or "", "top_logprobs_num", 1)
+            raise InvalidRequest(message, param="top_logprobs_num", code=error.code) from None
 
 
 def sglang_params(fields: dict[str, Any]) -> SamplingParams:
@@ -74,7 +102,7 @@ def sglang_params(fields: dict[str, Any]) -> SamplingParams:
         "min_new_tokens": "min_tokens",
         "no_stop_trim": "include_stop_str_in_output",
     }
-    for theirs in ("model", "rid", "stream", "stream_options", *SCHEDULING, *renamed.values()):
+    for theirs in (*NOT_SAMPLING, *SCHEDULING, *renamed.values()):
         if theirs in fields:
             message = f"unknown field {theirs!r} in sampling_params"
             raise InvalidRequest(message, param=f"sampling_params.{theirs}", code="unknown_field")
@@ -118,7 +146,7 @@ async def generate(request: Request) -> Response:
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("send either text or input_ids", param="text", code="invalid_value")
     given = body.text if body.text is not None else body.input_ids
-    params = sglang_params(body.sampling_params or {})
+    params = body.with_logprobs(sglang_params(body.sampling_params or {}))
     await compile_grammar(engine, params)
     prompts = await encode_prompts(engine, check_prompts(given))
     single = params.n == 1 and (isinstance(given, str) or isinstance(given[0], int))
@@ -142,6 +170,9 @@ async def generate(request: Request) -> Response:
         }
         if output.cached_tokens is not None:
             meta["cached_tokens"] = output.cached_tokens
+        if body.return_logprob:
+            with_text = bool(body.return_text_in_logprobs)
+            meta |= sglang_logprobs(engine.tokenizer, output, prompts[output.index // params.n], with_text)
         if output.speculation is not None:
             meta |= speculation_info(output.speculation)
         shaped = {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
@@ -153,7 +184,7 @@ async def generate(request: Request) -> Response:
 
     async def frames() -> AsyncGenerator[bytes, None]:
         # each frame carries the whole text so far, as SGLang's do
-        outputs = [CompletionOutput(index) for index in range(generation.num_choices)]
+        outputs = [CompletionOutput(index, logprobs=[]) for index in range(generation.num_choices)]
         async for choice, delta in generation.deltas():
             outputs[choice].append(delta)
             yield frame(shape(outputs[choice]))

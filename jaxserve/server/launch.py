@@ -145,6 +145,7 @@ class ServerProcess:
                 either: set[asyncio.Future[Any]] = {stopping, serving, fatal}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if fatal.done():
+                    self._watch(EXIT_SLACK_S + settings.drain_timeout_s)  # a step that hangs must not keep us here
                     fatal.result()  # raises
                 await self._drain(server)
                 return 0
@@ -211,10 +212,11 @@ class ServerProcess:
             if self._signal is not None:  # the second one means now
                 os._exit(128 + number)
             self._signal = number
-            name = signal.Signals(number).name
-            print(f"{name}: stopping; send it again to stop at once", file=sys.stderr, flush=True)
             self._watch(self._settings.drain_timeout_s + EXIT_SLACK_S)
             stop.set()
+            name = signal.Signals(number).name
+            with contextlib.suppress(OSError):  # whoever read our messages may be gone: often the reason for the signal
+                print(f"{name}: stopping; send it again to stop at once", file=sys.stderr, flush=True)
 
         for number in STOP_SIGNALS:
             # under nohup SIGHUP is ignored on purpose

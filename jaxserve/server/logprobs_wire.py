@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.core.request import TokenLogprob
+from jaxserve.core.request import CompletionOutput, TokenLogprob
 from jaxserve.server.engine_protocol import TokenizerLike
 
 FLOOR = -9999.0
@@ -123,3 +123,29 @@ def prompt_logprobs(
 
 def _vllm_entry(tokenizer: TokenizerLike, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
     return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_name(tokenizer, token_id)[0]}
+
+
+def sglang_logprobs(
+    tokenizer: TokenizerLike, output: CompletionOutput, prompt: Sequence[int], with_text: bool
+) -> dict[str, Any]:
+    """``meta_info`` in SGLang's shape: ``[logprob, id, text or null]`` of each token, and of the likeliest ones.
+
+    Those of the prompt, if they were asked for, are told with output 0.
+    """
+
+    def entry(token_id: int, logprob: float | None) -> list[Any]:
+        text = token_name(tokenizer, token_id)[0] if with_text else None
+        return [None if logprob is None else finite(logprob), token_id, text]
+
+    def tops(one: TokenLogprob | None) -> list[Any] | None:
+        return [entry(token_id, value) for token_id, value in one.top] if one is not None and one.top else None
+
+    shape: dict[str, Any] = {
+        "output_token_logprobs": [entry(one.token_id, one.logprob) for one in output.logprobs or ()],
+        "output_top_logprobs": [tops(one) for one in output.logprobs or ()],
+    }
+    if output.prompt_logprobs is not None:
+        known = zip(prompt, output.prompt_logprobs, strict=True)
+        shape["input_token_logprobs"] = [entry(token, None if one is None else one.logprob) for token, one in known]
+        shape["input_top_logprobs"] = [tops(one) for one in output.prompt_logprobs]
+    return shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from jaxserve.core.entry_points import offered_class
 from jaxserve.core.errors import ConfigError
 from jaxserve.text.tags import held_length
 
@@ -84,6 +85,7 @@ class DeepSeekR1Reasoning(ReasoningParser):
     always_open = True
 
 
+ENTRY_POINTS = "jaxserve.reasoning_parsers"
 _PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3Reasoning, "deepseek_r1": DeepSeekR1Reasoning}
 
 
@@ -99,11 +101,13 @@ def register_reasoning_parser(name: str, parser: type[ReasoningParser]) -> None:
 
 
 def reasoning_parser(name: str) -> type[ReasoningParser]:
-    """The parser of that name.
+    """The parser of that name: built in, registered, or offered by an installed package.
 
     Raises:
         ConfigError: there is none; names those there are.
     """
+    if name not in _PARSERS and (offered := offered_class(ENTRY_POINTS, name, ReasoningParser)) is not None:
+        register_reasoning_parser(name, offered)
     if name not in _PARSERS:
         known = ", ".join(sorted(_PARSERS))
         raise ConfigError(f"--reasoning-parser must be one of {known}, or a registered one, got {name!r}")

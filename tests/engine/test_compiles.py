@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from rig import add, generate, greedy, make_engine, prompt_of, run
+from rig import add, check_idle, generate, greedy, make_engine, prompt_of, run
 
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.runner.program_cache import RetraceError
@@ -38,6 +38,7 @@ def test_the_counter_counts():
 
 
 def test_nothing_compiles_after_warm_up(warm):
+    """O-36 (b)."""
     before = _events.count(COMPILE_EVENT)
     for length in range(1, 40):
         generate(warm, [(prompt_of(length), greedy(1))])
@@ -57,6 +58,26 @@ def test_nothing_compiles_after_warm_up(warm):
     run(warm)
     assert _events.count(COMPILE_EVENT) == before
     assert warm.num_late_compiles == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "length"),
+    [
+        ({"context_length": 256, "chunked_prefill_size": 128, "prefill_token_buckets": (16, 64)}, 100),
+        ({"context_length": 317, "chunked_prefill_size": 317, "prefill_token_buckets": (64,), "num_pages": 159}, 300),
+        ({"context_length": 317, "chunked_prefill_size": 53, "prefill_token_buckets": None}, 311),
+    ],
+    ids=["chunk above the largest bucket", "odd context", "odd chunk"],
+)
+def test_limits_beyond_the_buckets_become_buckets(tiny, limits, length):
+    """O-36 (a): served, and with the tokens of an engine whose limits are even."""
+    plain = make_engine(tiny, context_length=512, num_pages=260)
+    wanted = generate(plain, [(prompt_of(length), greedy(5))])[0].token_ids
+    plain.close()
+    engine = make_engine(tiny, **limits)
+    assert generate(engine, [(prompt_of(length), greedy(5))])[0].token_ids == wanted
+    check_idle(engine)
+    engine.close()
 
 
 def test_recovery_compiles_nothing(warm, monkeypatch):

@@ -6,6 +6,7 @@ import concurrent.futures
 
 import pytest
 from rig import SETTINGS, check_idle, greedy, prompt_of
+from tiny import write_tiny
 
 from jaxserve.core.errors import InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
@@ -151,3 +152,18 @@ def test_chat(llm, oracle):
     two = llm.chat([conversation, conversation], greedy(4))
     assert [o.outputs[0].token_ids for o in (one, *two)] == [oracle(ids, 4)] * 3
     assert [t for d in llm.chat_stream(conversation, greedy(4)) for t in d.token_ids] == oracle(ids, 4)
+
+
+def test_tools_get_the_template_that_was_made_for_them(tmp_path):
+    path = write_tiny(tmp_path, chat_template="{{ messages[0].content }}")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} tools")
+    tool = {"type": "function", "function": {"name": "f"}}
+    with LLM(str(path), **SETTINGS) as llm:
+
+        def prompt(**template) -> bytes:
+            (output,) = llm.chat([{"role": "user", "content": "Hi"}], greedy(1), **template)
+            return bytes(output.prompt_token_ids)
+
+        assert prompt() == b"Hi" and prompt(tools=[tool]) == b"1 tools"
+        assert prompt(tools=[tool], template="{{ tools[0].function.name }}") == b"f"

@@ -63,7 +63,10 @@ def test_every_prompt_token_has_the_logprob_that_a_full_recompute_gives(engine: 
         assert [value for _, value in one.top] == pytest.approx(np.sort(row)[::-1][:3].tolist(), abs=1e-4)
 
 
-def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine) -> None:
+def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, read = engine.parts.worker.step_runner._prompt_reader, []
+    original = reader.read
+    monkeypatch.setattr(reader, "read", lambda *arguments: read.append(1) or original(*arguments))
     asks = add(engine, prompt_of(20), greedy(3, prompt_logprobs=0, n=2))
     plain = add(engine, prompt_of(20), greedy(3))
     collected = run(engine)
@@ -73,7 +76,7 @@ def test_output_0_speaks_for_all_and_others_pay_nothing(engine: Engine) -> None:
     assert second.prompt_logprobs is None and collected[plain].prompt_logprobs is None
     assert first.token_ids == second.token_ids == collected[plain].token_ids
     told = [delta for delta in collected.deltas if delta.prompt_logprobs is not None]
-    assert len(told) == 1
+    assert len(told) == 1 and len(read) == 2  # the two chunks of one prompt
 
 
 def test_a_preempted_prompt_is_told_once_and_right(checkpoint: Path, loaded) -> None:
@@ -134,3 +137,14 @@ def test_the_llm_tells_too(checkpoint: Path) -> None:
     assert asked.prompt_logprobs is not None and len(asked.prompt_logprobs) == 5 and asked.prompt_logprobs[0] is None
     assert all(one is not None and math.isfinite(one.logprob) for one in asked.prompt_logprobs[1:])
     assert plain.prompt_logprobs is None
+
+
+def test_speculation_does_not_change_what_is_told(checkpoint: Path, loaded) -> None:
+    engine = make_engine(checkpoint, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    prompt = list(b"abcabcabcabcabcabcabc")
+    request = add(engine, prompt, greedy(8, prompt_logprobs=0))
+    found, wanted = run(engine)[request].prompt_logprobs, oracle_logprobs(loaded, prompt)
+    assert found is not None
+    values = [wanted[place - 1][prompt[place]] for place in range(1, len(prompt))]
+    assert [one.logprob for one in found if one is not None] == pytest.approx(values, abs=1e-4)
+    engine.close()

@@ -150,3 +150,10 @@ def test_stop_conditions_of_neighbours_are_their_own(script):
     ids = [add(engine, [1], greedy(9, stop=stop)) for stop in stops]
     run(engine, collected)
     assert [collected[i].text for i in ids] == ["D", "DEFGHI", ALPHABET, ALPHABET]
+
+
+@pytest.mark.parametrize(("shown", "text"), [((), "ab"), ((PAD,), "a<pad>b")])
+def test_a_control_token_may_be_shown(engines, tmp_path, shown, text):
+    """What parsers of outputs need: the end of sequence stays hidden all the same."""
+    engine = engines(_write_script(tmp_path, [ord("a"), PAD, ord("b"), EOS]))
+    assert say(engine, shown_special_ids=shown)[0].text == text

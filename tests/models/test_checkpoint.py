@@ -210,6 +210,18 @@ def test_chat_template_file_wins(tmp_path: Path) -> None:
     assert open_checkpoint(write_tiny(tmp_path / "none", chat_template=None)).chat_template is None
 
 
+def test_a_template_for_tools_is_found(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path)
+    assert open_checkpoint(path).tool_chat_template is None
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    edit_json(path / "tokenizer_config.json", lambda config: config.update(chat_template=named))
+    found = open_checkpoint(path)
+    assert (found.chat_template, found.tool_chat_template) == ("plain", "tools")
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("from file")
+    assert open_checkpoint(path).tool_chat_template == "from file"
+
+
 def test_weights_are_copied_out_of_the_file(tmp_path: Path) -> None:
     path = write_tiny(tmp_path)
     loaded = load_model(open_checkpoint(path), jnp.float32)

@@ -50,7 +50,8 @@ def refused(served: Served, path: str, **fields: Any) -> dict[str, Any]:
 
 
 def is_alive(served: Served) -> bool:
-    return served.post(TEXT, prompt="ok", max_tokens=2)["usage"]["completion_tokens"] == 2
+    body = served.post(TEXT, prompt="ok", max_tokens=2, ignore_eos=True)
+    return body["usage"]["completion_tokens"] == 2
 
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -296,3 +297,41 @@ def test_tokens_and_words_that_may_not_be_said(markov: Served, table: np.ndarray
     form = {"guided_regex": "[a-c]{4}", "bad_words": ["ab"]}
     text = markov.post(TEXT, **fields | {"temperature": 2.0, "seed": 1}, **form)["choices"][0]["text"]
     assert len(text) == 4 and set(text) <= set("abc") and "ab" not in text
+
+
+def test_generate_tells_logprobs_in_the_shape_of_sglang(markov: Served, table: np.ndarray) -> None:
+    fields: dict[str, Any] = {"text": "ab", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    plain = markov.post("/generate", **fields)
+    fields |= {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    told = markov.post("/generate", **fields)["meta_info"]
+    last, ids = ord("b"), plain["output_ids"]
+    for token, entry, top in zip(ids, told["output_token_logprobs"], told["output_top_logprobs"], strict=True):
+        row = log_softmax(table[last])
+        assert entry == [pytest.approx(row[token], abs=1e-4), token, chr(token)]
+        assert [each[1] for each in top] == np.argsort(-row)[:2].tolist()
+        last = token
+    assert "input_token_logprobs" not in told and "output_token_logprobs" not in plain["meta_info"]
+    of_prompt = markov.post("/generate", logprob_start_len=0, **fields)["meta_info"]
+    first, second = of_prompt["input_token_logprobs"]
+    wanted = log_softmax(table[ord("a")])[ord("b")]
+    assert first == [None, ord("a"), "a"] and second == [pytest.approx(wanted, abs=1e-4), ord("b"), "b"]
+    streamed = markov.stream("/generate", logprob_start_len=0, **fields)[-1]["meta_info"]
+    for name in ("input_token_logprobs", "output_token_logprobs", "output_top_logprobs"):
+        assert streamed[name] == of_prompt[name]
+    assert refused(markov, "/generate", text="a", top_logprobs_num=2)["param"] == "return_logprob"
+    too_many = refused(markov, "/generate", text="a", return_logprob=True, top_logprobs_num=99)
+    assert too_many["param"] == "top_logprobs_num"
+    for field in ("best_of", "prompt_logprobs", "truncate_prompt_tokens", "rid"):
+        error = refused(markov, "/generate", text="a", sampling_params={field: 2})
+        assert error["param"] == f"sampling_params.{field}"
+
+
+def test_what_is_wrong_with_tools_is_said_before_anything_runs(markov: Served) -> None:
+    function: dict[str, Any] = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": 5}}}}
+    fields: dict[str, Any] = {"messages": USER, "tools": [{"type": "function", "function": function}]}
+    fields["tool_choice"] = "required"
+    error = refused(markov, CHAT, **fields)
+    assert error["code"] == "invalid_grammar" and error["param"] == "tools"
+    function["parameters"] = {}
+    assert refused(markov, CHAT, **fields)["code"] == "template_without_tools"
+    assert is_alive(markov)

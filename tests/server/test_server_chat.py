@@ -20,6 +20,7 @@ def test_an_answer_has_the_openai_shape() -> None:
 
 @pytest.mark.parametrize("include_usage", [True, False, None])
 def test_the_shape_of_a_stream(include_usage: bool | None) -> None:
+    """O-16."""
     api = Api(ScriptedEngine())
     options = {} if include_usage is None else {"stream_options": {"include_usage": include_usage}}
     *chunks, done = events(api.chat(stream=True, n=2, **options))
@@ -40,6 +41,7 @@ def test_the_shape_of_a_stream(include_usage: bool | None) -> None:
 
 
 def test_an_engine_that_dies_in_mid_stream_gives_one_error_frame_and_no_done() -> None:
+    """O-16."""
     engine = ScriptedEngine(fail_after=3)
     *chunks, last = events(Api(engine).chat(stream=True))
     assert len(chunks) == 4 and all("error" not in chunk for chunk in chunks)
@@ -121,6 +123,7 @@ def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
 
 
 def test_the_openai_client_reads_answers_streams_and_errors() -> None:
+    """O-16: it raises when a stream fails."""
     openai = pytest.importorskip("openai")
     from live_server import live
 

@@ -33,8 +33,10 @@ def test_health_generate_gives_up_on_an_engine_that_hangs(monkeypatch: pytest.Mo
     assert len(api.engine.aborted) == 1
 
 
-@pytest.mark.parametrize("by", ["rid", "header", "all"])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    ("by", "path"),
+    [("rid", "/v1/chat/completions"), ("header", "/v1/completions"), ("rid", "/generate"), ("all", "/generate")],
+)
 def test_a_request_is_aborted_by_its_name(by: str, path: str) -> None:
     engine = ScriptedEngine(script="x" * 400, step_s=0.02)
     answers: list[httpx.Response] = []

@@ -75,6 +75,7 @@ def test_cors_is_off_by_default_and_answers_preflights_when_on() -> None:
     allowed = api.call("OPTIONS", "/v1/chat/completions", headers=ask)
     assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://page.test"
     assert api.get("/v1/models", headers=ask).headers["access-control-allow-origin"] == "https://page.test"
+    assert "x-request-id" in api.get("/v1/models", headers=ask).headers["access-control-expose-headers"]
 
 
 def test_every_answer_has_a_request_id_the_clients_own_if_it_is_harmless() -> None:

@@ -20,6 +20,7 @@ def port_of(url: str) -> int:
 
 
 def test_a_taken_port_is_noticed_before_loading() -> None:
+    """O-37."""
     with Process() as first:
         port = port_of(first.expect("listening "))
         with Process(port=port, load_s=60) as second:
@@ -30,6 +31,7 @@ def test_a_taken_port_is_noticed_before_loading() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_loading_exits_promptly(number: signal.Signals) -> None:
+    """O-37: while compiling."""
     with Process(load_s=60) as server:
         url = server.expect("listening ")
         server.expect("loading")
@@ -43,6 +45,7 @@ def test_a_signal_while_loading_exits_promptly(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_streams_with_an_error_and_frees_the_port(number: signal.Signals) -> None:
+    """O-37: with four streams; a restart works. SIGKILL: test_served_for_long.py."""
     with Process(step_s=0.02, drain_s=0.5) as server:
         port = port_of(server.expect("listening "))
         server.expect("loading")
@@ -61,6 +64,22 @@ def test_a_signal_ends_streams_with_an_error_and_frees_the_port(number: signal.S
             again.expect("listening ")
             again.expect("loading")
             again.expect("ready ")
+
+
+@pytest.mark.parametrize("load_s", [0, 60])
+def test_a_signal_stops_a_server_that_nobody_reads_any_more(load_s: float) -> None:
+    """O-37, SIGKILL of whoever started it: its pipes are broken when the signal comes."""
+    with Process(load_s=load_s) as server:
+        server.expect("listening ")
+        server.expect("loading")
+        if not load_s:
+            server.expect("ready ")
+        assert server.child.stdout is not None and server.child.stderr is not None
+        server.child.stdout.close()
+        server.child.stderr.close()
+        server.child.send_signal(signal.SIGTERM)
+        assert server.child.wait(5) in (0, 128 + signal.SIGTERM)
+        server.child.stdout = server.child.stderr = None
 
 
 def test_requests_that_end_within_the_drain_time_are_answered_in_full() -> None:

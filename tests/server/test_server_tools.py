@@ -9,6 +9,9 @@ import pytest
 from api_client import CHAT, Api, assert_error, events
 from scripted_engine import ScriptedEngine
 
+from jaxserve.text.tool_calls.hermes import HermesParser
+from jaxserve.text.tool_calls.registry import register_tool_call_parser
+
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}},
@@ -138,6 +141,33 @@ def test_a_call_that_must_be_made_follows_a_schema(choice: Any, script: str, nam
         assert asked[-1]["maxItems"] == 1
     else:
         assert asked[0]["required"] == ["city"]
+
+
+def test_logprobs_of_a_stream_with_calls_are_complete() -> None:
+    api = api_for("Well. " + CALL)
+    fields: dict[str, Any] = {"tools": TOOLS, "logprobs": True}
+    content = api.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+    *chunks, _ = events(api.chat(stream=True, **fields))
+    streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert [entry for part in streamed for entry in part["content"]] == content
+    assert len(content) == len("Well. " + CALL) + 1
+
+
+def test_control_tokens_of_a_notation_stay_in_the_text() -> None:
+    class Marked(HermesParser):
+        marks = ("<|eot|>", "<tool_call>")
+
+    class Watched(ScriptedEngine):
+        def generate(self, prompt, params, request_id=None, **options):
+            seen.append(params.shown_special_ids)
+            return super().generate(prompt, params, request_id, **options)
+
+    seen: list[tuple[int, ...]] = []
+    register_tool_call_parser("marked-for-a-test", Marked)
+    api = Api(Watched(), tool_call_parser="marked-for-a-test")
+    api.chat(tools=TOOLS)
+    api.chat()
+    assert seen == [(258,), ()]
 
 
 def test_without_a_parser_auto_is_refused_with_what_to_do() -> None:

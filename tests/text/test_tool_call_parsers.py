@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -133,3 +134,25 @@ def test_parsers_are_known_by_name_and_names_are_not_taken_twice() -> None:
         register_tool_call_parser("hermes", Own)
     with pytest.raises(ConfigError, match=r"hermes.*, got 'xml'"):
         tool_call_parser("xml")
+
+
+class Offered(HermesParser):
+    """What another package would bring."""
+
+
+def test_parsers_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxserve.core import entry_points
+
+    places = {"offered-for-a-test": f"{__name__}:Offered", "broken-for-a-test": "no_such_module:X",
+              "wrong-for-a-test": "json:loads"}  # fmt: skip
+
+    def installed(group: str, name: str) -> list[EntryPoint]:
+        assert group == "jaxserve.tool_call_parsers"
+        return [EntryPoint(name, places[name], group)] if name in places else []
+
+    monkeypatch.setattr(entry_points, "entry_points", installed)
+    assert tool_call_parser("offered-for-a-test").__name__ == "Offered"
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        tool_call_parser("broken-for-a-test")
+    with pytest.raises(ConfigError, match="must be a ToolCallParser"):
+        tool_call_parser("wrong-for-a-test")

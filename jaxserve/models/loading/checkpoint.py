@@ -30,6 +30,7 @@ class Checkpoint:
         tensors: Hugging Face tensor name -> array, read when asked for.
         tokenizer: its tokenizer.
         chat_template: jinja source, or None.
+        tool_chat_template: the one to use with tools, where there is one of its own.
         model_config: ``config`` and ``generation_config`` in the engine's terms.
     """
 
@@ -40,6 +41,7 @@ class Checkpoint:
     tensors: Mapping[str, np.ndarray] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     chat_template: str | None = field(repr=False)
+    tool_chat_template: str | None = field(repr=False, default=None)
     model_config: ModelConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         tensors=file,
         tokenizer=tokenizer_from_gguf(file.metadata, str(path)),
         chat_template=file.metadata.get("tokenizer.chat_template"),
+        tool_chat_template=file.metadata.get("tokenizer.chat_template.tool_use"),
     )
 
 
@@ -122,6 +125,7 @@ def _open_folder(path: Path) -> Checkpoint:
         tensors=SafetensorsFiles(path),
         tokenizer=Tokenizer.from_file(path / "tokenizer.json", tokenizer_config),
         chat_template=_chat_template(path, tokenizer_config),
+        tool_chat_template=_named_template(path, tokenizer_config, "tool_use"),
     )
 
 
@@ -134,6 +138,15 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-    return template
+    return _named_template(path, tokenizer_config, "default") if isinstance(template, list) else template
+
+
+def _named_template(path: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
+    """One of several templates; None if there is none of that name."""
+    file = path / "additional_chat_templates" / f"{name}.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    templates = tokenizer_config.get("chat_template")
+    if not isinstance(templates, list):
+        return None
+    return next((each.get("template") for each in templates if each.get("name") == name), None)

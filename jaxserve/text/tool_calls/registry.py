@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.core.entry_points import offered_class
 from jaxserve.core.errors import ConfigError
 from jaxserve.text.tool_calls.base import ToolCallParser
 from jaxserve.text.tool_calls.hermes import HermesParser
@@ -9,6 +10,7 @@ from jaxserve.text.tool_calls.llama3_json import Llama3JsonParser
 from jaxserve.text.tool_calls.mistral import MistralParser
 from jaxserve.text.tool_calls.pythonic import PythonicParser
 
+ENTRY_POINTS = "jaxserve.tool_call_parsers"
 _PARSERS: dict[str, type[ToolCallParser]] = {
     "hermes": HermesParser,
     "qwen": HermesParser,
@@ -30,11 +32,13 @@ def register_tool_call_parser(name: str, parser: type[ToolCallParser]) -> None:
 
 
 def tool_call_parser(name: str) -> type[ToolCallParser]:
-    """The parser of that name.
+    """The parser of that name: built in, registered, or offered by an installed package.
 
     Raises:
         ConfigError: there is none; names those there are.
     """
+    if name not in _PARSERS and (offered := offered_class(ENTRY_POINTS, name, ToolCallParser)) is not None:
+        register_tool_call_parser(name, offered)
     if name not in _PARSERS:
         known = ", ".join(sorted(_PARSERS))
         raise ConfigError(f"--tool-call-parser must be one of {known}, or a registered one, got {name!r}")
