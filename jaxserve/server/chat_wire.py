@@ -51,14 +51,20 @@ _MAY_BE_EMPTY = ("tool_calls", "function_call", "refusal", "audio", "reasoning_c
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages with plain string contents, ready for the chat template. ``developer`` becomes ``system``, arguments of
-    calls become objects.
+    calls become objects, answers to calls get the name of the function.
 
     Raises:
         ValueError: says what a list of messages must look like.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("must be a list with at least one message")
-    return [_check_message(position, message) for position, message in enumerate(messages)]
+    checked = [_check_message(position, message) for position, message in enumerate(messages)]
+    names: dict[str, str] = {}  # of the functions called so far, by id
+    for message in checked:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and message["tool_call_id"] in names:
+            message.setdefault("name", names[message["tool_call_id"]])  # some templates ask for it
+    return checked
 
 
 def _check_message(position: int, message: Any) -> dict[str, Any]:

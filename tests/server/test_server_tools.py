@@ -213,7 +213,7 @@ def test_calls_and_their_answers_reach_the_template() -> None:
     assert api.chat(messages=messages, tools=TOOLS).status_code == 200
     [given, options] = seen
     assert given[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Paris"}}
-    assert given[2] == {"role": "tool", "content": "Rain.", "tool_call_id": "call_1"}
+    assert given[2] == {"role": "tool", "content": "Rain.", "tool_call_id": "call_1", "name": "weather"}
     assert options["tools"] == TOOLS
     bad = [
         {"role": "tool", "content": "no id"},
