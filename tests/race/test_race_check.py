@@ -92,7 +92,7 @@ TROUBLED = {
 @pytest.mark.parametrize("name", TROUBLED)
 def test_preemption_abort_failure_warm_up_and_closing_are_clean(name, tiny_model, programs, monkeypatch):
     engine = make_engine(
-        tiny_model, race_check=True, compilation_cache_dir=programs, skip_warmup=name != "native", num_pages=10, disable_radix_cache=True,
+        tiny_model, race_check=True, compilation_cache_dir=programs, skip_warmup=name != "native", num_pages=14,
         **TROUBLED[name],
     )  # fmt: skip
     try:
