@@ -123,10 +123,15 @@ def server_settings(arguments: argparse.Namespace) -> ServerSettings:
 def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
+    from jaxserve.text.chat_template import template_mistake
+
     try:
-        return path.read_text(encoding="utf-8")
+        source = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--chat-template {path} cannot be read: {error}") from error
+    if (mistake := template_mistake(source)) is not None:
+        raise ConfigError(f"--chat-template {path} is not a jinja template: {mistake}")
+    return source
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -261,6 +261,15 @@ def _render(
         ) from error
 
 
+def template_mistake(template: str) -> str | None:
+    """What is wrong with the syntax of a template; None: nothing."""
+    try:
+        _compiled(template)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return None
+
+
 @lru_cache(maxsize=16)
 def takes_tools(template: str) -> bool:
     """Whether a template does anything with the tools it is given."""

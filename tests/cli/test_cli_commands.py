@@ -344,3 +344,22 @@ def test_serve_hands_the_graph_splits_to_the_metrics(monkeypatch: pytest.MonkeyP
     path.write_text(json.dumps(REPORT) + "\n")
     assert main(["serve", "--program-report", str(path)]) == 0
     assert taken == [{REPORT["name"]: 2}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tool-call-parser", "xml"], "--tool-call-parser must be one of hermes"),
+        (["--reasoning-parser", "x"], "--reasoning-parser must be one of deepseek_r1"),
+        (["--chat-template", "nowhere"], "cannot be read"),
+        (["--chat-template", "broken"], "is not a jinja template: line 1"),
+    ],
+)
+def test_serve_refuses_what_it_could_not_parse_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken").write_text("{% for %}")
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["serve", "--port", "0", *flags]))
+    assert ended.value.code not in (0, None) and said in capsys.readouterr().err
