@@ -152,7 +152,7 @@ def _cells(sweep: Sweep, name: str, folder: Path, size: TableSize) -> Iterator[d
             engines[way] = Engine(
                 EngineConfig(
                     model=str(folder), load_format="dummy", skip_warmup=True, page_size=PAGE_SIZE, num_pages=pages,
-                    context_length=size.width * PAGE_SIZE, max_running_requests=size.slots,
+                    context_length=size.width * PAGE_SIZE, disable_radix_cache=True, max_running_requests=size.slots,
                     decode_batch_buckets=sweep.batches, chunked_prefill_size=PROMPT_TOKENS,
                     prefill_token_buckets=(PROMPT_TOKENS,), **settings,
                 )

@@ -128,7 +128,7 @@ def test_copies_say_what_they_wrote_and_for_which_step(recorded: Any) -> None:
     lengths = [e for e in copies if e["name"] == "write lengths" and "step" in e["args"]]
     assert {e["args"]["step"] for e in lengths} == {e["args"]["step"] for e in slices(trace, "plan ")}
     assert all(e["args"]["bytes"] == 4 * len(e["args"]["rows"]) for e in lengths)
-    assert all(e["args"]["enqueued_at"].startswith("scheduler/scheduler.py:") for e in copies)
+    assert all(e["args"]["enqueued_at"].startswith("scheduler/") for e in copies)
 
 
 def _reach_into_the_next(events: list[dict[str, Any]]) -> None:
