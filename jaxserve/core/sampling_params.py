@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20  # most alternatives reported per token (the OpenAI limit)
 MAX_N = 128  # most sequences one request may ask for
 MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 300  # most entries of one request's logit_bias (the OpenAI limit)
+MAX_BAD_WORDS = 300  # each is looked for behind every token
 MAX_BIAS = 100.0  # largest bias, either way
 MAX_HELD_STOP_IDS = 64  # most ids, the model's own included, that min_tokens can hold back
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
@@ -85,7 +86,7 @@ class SamplingParams:
         allowed_token_ids: the only ids the output may hold; None allows all. An end-of-sequence id has to be among them
             to be chosen.
         bad_words: strings that the output may not hold, as the tokenizer writes them at the start of a text and behind
-            a space; other ways to spell them with tokens are not found.
+            a space; other ways to spell them with tokens are not found. At most 300.
         logprobs: number of alternatives reported per output token (0 .. 20); None reports nothing. The values are
             log-softmax of the model's raw logits, before temperature and filters.
         prompt_logprobs: the same for prompt tokens, the first of which has none; None reports nothing.
@@ -184,6 +185,8 @@ class SamplingParams:
         words = () if self.bad_words is None else self.bad_words
         if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) and word.strip() for word in words):
             raise _reject("bad_words", "a list of strings that are not blank", self.bad_words)
+        if len(words) > MAX_BAD_WORDS:
+            raise _reject("bad_words", f"a list of at most {MAX_BAD_WORDS} strings", f"{len(words)} of them")
         object.__setattr__(self, "bad_words", tuple(words))
 
     @property

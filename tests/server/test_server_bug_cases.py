@@ -292,7 +292,13 @@ def test_tokens_and_words_that_may_not_be_said(markov: Served, table: np.ndarray
     assert all(free[0] not in choice["text"] for choice in twice)
     only = markov.post(TEXT, allowed_token_ids=[120], bad_words=["xx"], **fields)["choices"][0]
     assert only["text"] == "x" and only["finish_reason"] == "stop"  # nothing is left to say
-    for bad in ({"allowed_token_ids": []}, {"allowed_token_ids": [999]}, {"bad_words": [" "]}, {"bad_words": "x"}):
+    for bad in (
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [999]},
+        {"bad_words": [" "]},
+        {"bad_words": "x"},
+        {"bad_words": ["x"] * 301},
+    ):
         assert refused(markov, TEXT, **fields, **bad)["param"] == next(iter(bad))
     form = {"guided_regex": "[a-c]{4}", "bad_words": ["ab"]}
     text = markov.post(TEXT, **fields | {"temperature": 2.0, "seed": 1}, **form)["choices"][0]["text"]
