@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from jaxserve.core.entry_points import offered_class
-from jaxserve.core.errors import ConfigError
+from jaxserve.core.class_registry import ClassRegistry
 from jaxserve.text.tags import held_length
 
 
@@ -85,30 +84,17 @@ class DeepSeekR1Reasoning(ReasoningParser):
     always_open = True
 
 
-ENTRY_POINTS = "jaxserve.reasoning_parsers"
-_PARSERS: dict[str, type[ReasoningParser]] = {"qwen3": Qwen3Reasoning, "deepseek_r1": DeepSeekR1Reasoning}
+_PARSERS = ClassRegistry(
+    "reasoning parser", "--reasoning-parser", "jaxserve.reasoning_parsers", ReasoningParser,
+    {"qwen3": Qwen3Reasoning, "deepseek_r1": DeepSeekR1Reasoning},
+)  # fmt: skip
 
 
 def register_reasoning_parser(name: str, parser: type[ReasoningParser]) -> None:
-    """Makes a parser known to ``--reasoning-parser``.
-
-    Raises:
-        ConfigError: the name is taken by another one.
-    """
-    if _PARSERS.get(name, parser) is not parser:
-        raise ConfigError(f"the reasoning parser {name!r} is registered already; choose another name")
-    _PARSERS[name] = parser
+    """Makes a parser known to ``--reasoning-parser``. Raises ConfigError if the name is taken by another one."""
+    _PARSERS.register(name, parser)
 
 
 def reasoning_parser(name: str) -> type[ReasoningParser]:
-    """The parser of that name: built in, registered, or offered by an installed package.
-
-    Raises:
-        ConfigError: there is none; names those there are.
-    """
-    if name not in _PARSERS and (offered := offered_class(ENTRY_POINTS, name, ReasoningParser)) is not None:
-        register_reasoning_parser(name, offered)
-    if name not in _PARSERS:
-        known = ", ".join(sorted(_PARSERS))
-        raise ConfigError(f"--reasoning-parser must be one of {known}, or a registered one, got {name!r}")
-    return _PARSERS[name]
+    """The parser of that name: built in, registered, or offered by an installed package. Raises ConfigError."""
+    return _PARSERS.find(name)

@@ -141,7 +141,7 @@ class Offered(HermesParser):
 
 
 def test_parsers_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxserve.core import entry_points
+    from jaxserve.core import class_registry
 
     places = {"offered-for-a-test": f"{__name__}:Offered", "broken-for-a-test": "no_such_module:X",
               "wrong-for-a-test": "json:loads"}  # fmt: skip
@@ -150,7 +150,7 @@ def test_parsers_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch
         assert group == "jaxserve.tool_call_parsers"
         return [EntryPoint(name, places[name], group)] if name in places else []
 
-    monkeypatch.setattr(entry_points, "entry_points", installed)
+    monkeypatch.setattr(class_registry, "entry_points", installed)
     assert tool_call_parser("offered-for-a-test").__name__ == "Offered"
     with pytest.raises(ConfigError, match="cannot be loaded"):
         tool_call_parser("broken-for-a-test")

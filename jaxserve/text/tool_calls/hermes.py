@@ -6,22 +6,19 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxserve.text.tags import held_length
-from jaxserve.text.tool_calls.base import Piece, Text, ToolCallParser
-from jaxserve.text.tool_calls.json_call import JsonCall
+from jaxserve.text.tool_calls.base import Piece, Text
+from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser(ToolCallParser):
+class HermesParser(JsonCallParser):
     """Calls between tags, each in its own; text may stand around them. White space around a call is left out."""
 
     marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def __init__(self, names: Collection[str]):
         super().__init__(names)
-        self._held = ""  # not certain yet
-        self._opening = ""  # the white space and the tag that the call at hand was opened by
-        self._call: JsonCall | None = None
         self._closing = False  # a call is behind, its closing tag is not
         self._behind = False  # a call is behind, and no text has followed yet
 
@@ -75,8 +72,8 @@ class HermesParser(ToolCallParser):
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
-        if self._call is not None and not self._call.started:
-            self._say(self._opening + self._call.raw, pieces)
+        if self._call is not None:
+            self._say(self._text_of_cut(self._call), pieces)
         elif not self._closing:
             self._say(self._held, pieces)
         self._held, self._call = "", None

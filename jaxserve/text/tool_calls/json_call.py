@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from enum import Enum, auto
 
-from jaxserve.text.tool_calls.base import Arguments, CallEnd, CallStart, Piece
+from jaxserve.text.tool_calls.base import Arguments, CallEnd, CallStart, Piece, ToolCallParser
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -110,14 +110,15 @@ class JsonCall:
             self._at = _At.BROKEN
 
     def _in_key(self, char: str) -> None:
-        self._value.append(char)
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
+        if self._closes_string(char):
             self._key = str(_loaded("".join(self._value)))
             self._at = _At.COLON
+
+    def _closes_string(self, char: str) -> bool:
+        """Takes the next character of a string; whether the string ends with it."""
+        self._value.append(char)
+        was_escaped, self._escaped = self._escaped, char == "\\" and not self._escaped
+        return char == '"' and not was_escaped
 
     def _begin_value(self, char: str) -> None:
         self._at = _At.IN_VALUE
@@ -128,12 +129,7 @@ class JsonCall:
 
     def _in_value(self, char: str) -> None:
         if self._in_string:
-            self._value.append(char)
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
+            if self._closes_string(char):
                 self._in_string = False
                 if self._depth == 0:
                     self._end_value()
@@ -175,6 +171,20 @@ class JsonCall:
 
     def _close(self) -> None:
         self._at = _At.END if self._name is not None else _At.BROKEN
+
+
+class JsonCallParser(ToolCallParser):
+    """What parsers of notations with JSON calls remember."""
+
+    def __init__(self, names: Collection[str]):
+        super().__init__(names)
+        self._held = ""  # not certain yet, outside of calls
+        self._opening = ""  # what stands ahead of the call at hand; text again, if it is none
+        self._call: JsonCall | None = None
+
+    def _text_of_cut(self, call: JsonCall) -> str:
+        """What the output's end makes of the call at hand: text, unless it was given out as a call."""
+        return "" if call.started else self._opening + call.raw
 
 
 def is_object(text: str) -> bool:

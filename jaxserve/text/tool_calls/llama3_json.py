@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar
 
-from jaxserve.text.tool_calls.base import Piece, Text, ToolCallParser
-from jaxserve.text.tool_calls.json_call import JsonCall
+from jaxserve.text.tool_calls.base import Piece, Text
+from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
 
 TAG = "<|python_tag|>"
 
 
-class Llama3JsonParser(ToolCallParser):
+class Llama3JsonParser(JsonCallParser):
     """Calls are the whole output: it begins with a brace or with the tag; more calls follow behind a semicolon.
 
     An output that begins with anything else holds no call.
@@ -22,9 +22,6 @@ class Llama3JsonParser(ToolCallParser):
 
     def __init__(self, names: Collection[str]):
         super().__init__(names)
-        self._held = ""  # of the beginning, or between calls
-        self._opening = ""  # what stands ahead of the call at hand; text again, if it is none
-        self._call: JsonCall | None = None
         self._between = True  # a call may begin here
         self._num_calls = 0
 
@@ -75,7 +72,7 @@ class Llama3JsonParser(ToolCallParser):
     def finish(self) -> list[Piece]:
         text = self._held
         if self._call is not None:
-            text = "" if self._call.started else self._opening + self._call.raw
+            text = self._text_of_cut(self._call)
         elif self._num_calls and not text.strip():
             text = ""
         self._held, self._call = "", None

@@ -8,14 +8,14 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from jaxserve.text.tags import held_length
-from jaxserve.text.tool_calls.base import Piece, Text, ToolCallParser
-from jaxserve.text.tool_calls.json_call import JsonCall
+from jaxserve.text.tool_calls.base import Piece, Text
+from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
 
 TAG, BEHIND_NAME = "[TOOL_CALLS]", "[ARGS]"
 _LETTERS = string.ascii_letters + string.digits
 
 
-class MistralParser(ToolCallParser):
+class MistralParser(JsonCallParser):
     """Both notations: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, and one ``[TOOL_CALLS]name{...}`` or
     ``[TOOL_CALLS]name[ARGS]{...}`` for each call. Text may stand in front.
     """
@@ -24,9 +24,6 @@ class MistralParser(ToolCallParser):
 
     def __init__(self, names: Collection[str]):
         super().__init__(names)
-        self._held = ""
-        self._opening = ""  # what stands between the last text and the call at hand
-        self._call: JsonCall | None = None
         self._in_list = False
         self._num_calls = 0  # of the list at hand
         self._rest = ""  # what follows the opening
@@ -103,7 +100,7 @@ class MistralParser(ToolCallParser):
     def finish(self) -> list[Piece]:
         text = self._held
         if self._call is not None:
-            text = "" if self._call.started else self._opening + self._call.raw
+            text = self._text_of_cut(self._call)
         elif self._in_list:
             text = "" if self._num_calls else self._opening + text
         self._held, self._call, self._in_list = "", None, False
