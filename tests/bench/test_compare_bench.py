@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
+from bench_command import run_bench
 
 from jaxserve.bench import compare, compare_report
 from jaxserve.bench.compare import Comparison, count_operations, from_json, hlo_hash
@@ -18,14 +18,10 @@ BATCHES, ROUNDS = (1, 2), 1
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("compare")
-    command = ["bench", "compare", "--models", "tiny-qwen3", "--ways", "xla,xla-cmdbuf-inside", "--batches", "1,2",
-               "--rounds", str(ROUNDS), "--tokens", "12", "--seed", "5", "--json", str(folder / "found.json"),
-               "--table", str(folder / "found.md")]  # fmt: skip
-    if importlib.util.find_spec("matplotlib") is not None:
-        command += ["--plot", str(folder / "found.png")]
-    assert main(command) == 0
-    return folder
+    return run_bench(
+        tmp_path_factory.mktemp("compare"), "compare", "--models", "tiny-qwen3", "--ways", "xla,xla-cmdbuf-inside",
+        "--batches", "1,2", "--rounds", str(ROUNDS), "--tokens", "12", "--seed", "5",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

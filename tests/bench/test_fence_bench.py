@@ -10,6 +10,7 @@ import json
 from typing import ClassVar
 
 import pytest
+from bench_command import needs_matplotlib, run_bench
 
 from jaxserve.bench import fence, fence_report
 from jaxserve.bench.fence import WAYS, Sweep, TableSize, measure
@@ -19,20 +20,15 @@ from jaxserve.cli.main import main
 from jaxserve.core.errors import JaxserveError
 
 BATCH, ROUNDS = 2, 2
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs jaxserve[plot]")
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory, request):
-    """What a small sweep writes; the picture only where it can be drawn."""
-    folder = tmp_path_factory.mktemp("bench")
-    command = ["bench", "fence", "--models", "tiny", "--batches", str(BATCH), "--sizes", "2x2,4x64", "--rounds",
-               str(ROUNDS), "--tokens", "14", "--json", str(folder / "found.json"),
-               "--table", str(folder / "found.md")]  # fmt: skip
-    if importlib.util.find_spec("matplotlib") is not None:
-        command += ["--plot", str(folder / "found.png")]
-    assert main(command) == 0
-    return folder
+def files(tmp_path_factory):
+    """What a small sweep writes."""
+    return run_bench(
+        tmp_path_factory.mktemp("bench"), "fence", "--models", "tiny", "--batches", str(BATCH), "--sizes", "2x2,4x64",
+        "--rounds", str(ROUNDS), "--tokens", "14",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 
 import pytest
 import tiny
+from bench_command import needs_matplotlib
 
 from jaxserve.bench import speculation, speculation_report
 from jaxserve.bench.speculation import Sweep, answer, measure
@@ -16,8 +16,6 @@ from jaxserve.cli.main import main
 from jaxserve.core.errors import JaxserveError
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.speculative import registry
-
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs jaxserve[plot]")
 
 
 @pytest.fixture(scope="module")
