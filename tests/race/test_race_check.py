@@ -97,7 +97,7 @@ def test_preemption_abort_failure_warm_up_and_closing_are_clean(name, tiny_model
     )  # fmt: skip
     try:
         add_all(engine, "abort")
-        drive(engine, lambda number: engine.abort(f"abort-{number // 3}") if number % 3 == 2 else None)
+        drive(engine, lambda number: engine.abort(f"abort-{number // 6}") if number % 6 == 5 else None)
         assert engine.scheduler.num_preemptions > 0
         collect, calls = Launch.collect, []
 
