@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +21,7 @@ from safetensors.numpy import save_file
 from worker import Worker
 
 from jaxserve.bench.machine import machine, sentence
+from jaxserve.bench.serve_process import ServerUnderTest
 from jaxserve.bench.table import median, spread, table
 from jaxserve.engine.assembly import resolve_model_path
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
@@ -132,27 +130,15 @@ def cpu_seconds(pid: int) -> float:
 
 def idle_cpu(model: str) -> float:
     """Processor seconds a server uses in ``IDLE_S`` seconds without requests, after it has answered one."""
-    command = [sys.executable, "-m", "jaxserve", "serve", "--model", model, "--port", "0", "--context-length", "1024",
-               "--skip-warmup"]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = None
-        for line in server.stdout:
-            if found := re.search(r"listening on (\S+),", line):
-                url = found.group(1)
-            if line.startswith("ready:"):
-                break
+    with ServerUnderTest(model, ("--context-length", "1024", "--skip-warmup")) as server:
+        server.until_ready()
         body = json.dumps({"model": "default", "prompt": "Hello", "max_tokens": 8}).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=300).read()
         time.sleep(2)
-        before = cpu_seconds(server.pid)
+        before = cpu_seconds(server.process.pid)
         time.sleep(IDLE_S)
-        return cpu_seconds(server.pid) - before
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+        return cpu_seconds(server.process.pid) - before
 
 
 def report(found: dict[str, Any]) -> str:

@@ -31,6 +31,8 @@ class ServerUnderTest:
         command = [sys.executable, "-m", "jaxserve", "serve", "--model", model, "--port", "0", *flags]
         self._last: collections.deque[str] = collections.deque(maxlen=20)
         self._say = say
+        self._ready_or_gone = threading.Event()
+        self._is_ready = False
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                         errors="replace", preexec_fn=end_with_parent)  # fmt: skip
         assert self.process.stdout is not None
@@ -48,8 +50,18 @@ class ServerUnderTest:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._last.append(line.rstrip())
+            if line.startswith("ready:"):
+                self._is_ready = True
+                self._ready_or_gone.set()
             if line.startswith("ready:") or "warning" in line.lower() or "error" in line.lower():
                 self._say(line.rstrip())
+        self._ready_or_gone.set()
+
+    def until_ready(self) -> None:
+        """Blocks until it has loaded. Raises BenchError if it ends before."""
+        self._ready_or_gone.wait()
+        if not self._is_ready:
+            raise BenchError(f"the server ended with code {self.process.wait()}: {self.last_words}")
 
     @property
     def last_words(self) -> str:

@@ -72,9 +72,10 @@ class KVMemory:
                 self.num_hit += sequence.num_scheduled
         return True
 
-    def _may_hit(self, sequence: Sequence) -> bool:
+    @staticmethod
+    def _may_hit(sequence: Sequence) -> bool:
         # Whoever asks about the prompt needs every position of it computed.
-        return self.cache is not None and prompt_use(sequence) is None
+        return prompt_use(sequence) is None
 
     def _cached_prefix(self, sequence: Sequence) -> list[CachedPage]:
         if self.cache is None or not self._may_hit(sequence):
