@@ -27,10 +27,6 @@ def cuda_module():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs_module = [i for i in items if "cuda_module" in getattr(i, "fixturenames", ())]
     needs_plugin = [i for i in items if i.get_closest_marker("h100")]
-    needs_gpu = [i for i in items if i.get_closest_marker("gpu")]
-    if needs_gpu and jax.default_backend() == "cpu":
-        for item in needs_gpu:
-            item.add_marker(pytest.mark.skip(reason="jax finds no GPU"))
     if needs_module and importlib.util.find_spec("jaxserve._cuda") is None:
         skip = pytest.mark.skip(
             reason="jaxserve._cuda isn't built: no CUDA toolkit was found (JAXSERVE_CUDA=1 says why)"
@@ -40,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if needs_plugin and (reason := deviceless.why_not()):
         for item in needs_plugin:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Not when tests are collected: looking starts jax, and the compiler for the H100 has to be set up before that.
+    if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
+        pytest.skip("jax finds no GPU")
 
 
 @pytest.fixture(scope="session")
