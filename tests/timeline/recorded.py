@@ -60,6 +60,7 @@ def record(model: Path, *, long_steps: bool = False, num_tokens: int = 10, **set
         recording = Recording().start()
         try:
             serve(engine, num_tokens, "recorded")
+            engine.parts.rows.stream.sync()  # the wait for the last step may end after the engine has its tokens
         finally:
             host, device = recording.records()
     finally:
