@@ -212,7 +212,7 @@ class AsyncEngine:
 
     def _check_open(self) -> None:
         if self._dead is not None:
-            raise EngineDead(f"the engine has stopped: {self._dead}; restart the server")
+            raise EngineDead(self._dead)
         if self._draining:
             raise CapacityError("the server is shutting down; try another one", retry_after_s=10)
 
@@ -345,8 +345,7 @@ class AsyncEngine:
             self._streams.clear()
             self._num_open = 0
         for stream in streams:
-            ending = EngineDead(f"the engine has stopped: {failure or 'it was shut down'}")
-            put_all_from_thread(stream.loop, [(stream, [ending])])
+            put_all_from_thread(stream.loop, [(stream, [EngineDead(failure or "it was shut down")])])
 
     # -- life --------------------------------------------------------------------------------------------------------
 
