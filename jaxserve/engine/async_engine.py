@@ -148,6 +148,11 @@ class AsyncEngine:
         return self._engine.context_length
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of the vector that ``SamplingParams.pooling`` makes of a prompt."""
+        return self._engine.model_config.hidden_size
+
+    @property
     def config(self) -> EngineConfig:
         """The configuration it was made from."""
         return self._engine.config
