@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+# Engines of equal shapes share compiled programs, which is most of the time they take: in one process, between the
+# workers of a run, and with the commands and servers that tests start. Set here because jax reads it when it is
+# imported, which other conftest files do. The folder is the run's own: nothing of an earlier one is found.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="jaxserve-programs-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 # Test modules import the oracle and the tiny checkpoints by name, from whatever folder they lie in.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -25,11 +25,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def small(model, tmp_path_factory):
-    cache = str(tmp_path_factory.mktemp("programs"))
+def small(model):
     return Sweep(
         model, (1,), ("code edit",), ("plain", "NGRAM"), (2,), 1, 16,
-        settings={"compilation_cache_dir": cache, "context_length": 1024, "num_pages": 80, "skip_warmup": True},
+        settings={"context_length": 1024, "num_pages": 80, "skip_warmup": True},
     )  # fmt: skip
 
 

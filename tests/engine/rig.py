@@ -6,7 +6,6 @@ PARITY: the caller compares with the oracle. PAGES: ``check_idle``. ALIVE: ``che
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from jaxserve.core.request import CompletionOutput, OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 
-# Engines of equal shapes share compiled programs, which is most of the time they take.
-_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")
 SETTINGS: dict[str, Any] = {
     "context_length": 128,
     "page_size": 4,
@@ -28,7 +25,6 @@ SETTINGS: dict[str, Any] = {
     "chunked_prefill_size": 16,
     "prefill_token_buckets": (16,),
     "decode_batch_buckets": (4,),
-    "compilation_cache_dir": _cache.name,
     "skip_warmup": True,
     "seed": 1,
 }

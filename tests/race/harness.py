@@ -8,7 +8,6 @@ alternate; pages are small, so block tables grow every few steps.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,6 @@ STALLS = {
 # Passed by verify steps only.
 DRAFT_STALLS = {"late acceptance": {"drafts.before_acceptance": STALL_US}}
 
-# Engines of equal shapes share compiled programs, which is most of the time they take.
-_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")
 SETTINGS: dict[str, Any] = {
     "context_length": 128,
     "page_size": 4,
@@ -46,7 +43,6 @@ SETTINGS: dict[str, Any] = {
     "chunked_prefill_size": 16,
     "prefill_token_buckets": (16,),
     "decode_batch_buckets": (4,),
-    "compilation_cache_dir": _cache.name,
     "skip_warmup": True,
     "hold_points": True,
     "fence_timeout_s": 10.0,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -51,7 +50,6 @@ MORE_CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "xla-live": {"attention_backend": "xla-live"},
 }
 native = native_module("cpu")
-_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")  # equal engines share compiled programs
 
 
 def workload() -> list[tuple[list[int], int]]:
@@ -62,7 +60,6 @@ def workload() -> list[tuple[list[int], int]]:
 
 def make_engine(model, **overrides: Any) -> Engine:
     few = {"max_running_requests": 2, "decode_batch_buckets": (2,), "num_pages": 9, "hold_points": False}
-    few |= {"fence_timeout_s": FENCE_TIMEOUT_S, "compilation_cache_dir": _cache.name}
     return Engine(
         EngineConfig(model=str(model), **{**SETTINGS, **few, "fence_timeout_s": FENCE_TIMEOUT_S, **overrides})
     )

@@ -24,16 +24,10 @@ from jaxserve.testing import race_check  # noqa: F401  the fixture
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder where engines of this module find each other's compiled programs."""
-    return str(tmp_path_factory.mktemp("programs"))
-
-
 @pytest.mark.parametrize("mutant", mutants.in_engine(), ids=lambda mutant: mutant.name)
-def test_mutant_is_found_in_one_run_without_a_stall(mutant, monkeypatch, tiny_model, right_tokens, programs):
+def test_mutant_is_found_in_one_run_without_a_stall(mutant, monkeypatch, tiny_model, right_tokens):
     settings = mutants.inject(mutant, monkeypatch, right_tokens)
-    engine = make_engine(tiny_model, race_check=True, compilation_cache_dir=programs, **settings)
+    engine = make_engine(tiny_model, race_check=True, **settings)
     try:
         with pytest.raises(
             RaceError, match=r"(?s)^race on .*\n  (write|fill) .* by .*\n  read .* by .*\n  nothing orders"
@@ -51,9 +45,9 @@ STALLED = ("late reads", "late row writes")
 
 
 @pytest.mark.parametrize("name", NOTED)
-def test_the_engine_is_clean_under_stalls(name, tiny_model, right_tokens, programs):
+def test_the_engine_is_clean_under_stalls(name, tiny_model, right_tokens):
     """A false alarm would be as bad as a miss."""
-    engine = make_engine(tiny_model, race_check=True, compilation_cache_dir=programs, **CONFIGURATIONS[name])
+    engine = make_engine(tiny_model, race_check=True, **CONFIGURATIONS[name])
     try:
         for stall in STALLED:
             with stalled(stall):
@@ -90,9 +84,9 @@ TROUBLED = {
 
 
 @pytest.mark.parametrize("name", TROUBLED)
-def test_preemption_abort_failure_warm_up_and_closing_are_clean(name, tiny_model, programs, monkeypatch):
+def test_preemption_abort_failure_warm_up_and_closing_are_clean(name, tiny_model, monkeypatch):
     engine = make_engine(
-        tiny_model, race_check=True, compilation_cache_dir=programs, skip_warmup=name != "native", num_pages=14,
+        tiny_model, race_check=True, skip_warmup=name != "native", num_pages=14,
         **TROUBLED[name],
     )  # fmt: skip
     try:
@@ -121,9 +115,9 @@ def test_preemption_abort_failure_warm_up_and_closing_are_clean(name, tiny_model
     assert not journal.is_on()
 
 
-def test_a_launch_given_up_while_it_runs_is_no_race(tiny_model, programs):
+def test_a_launch_given_up_while_it_runs_is_no_race(tiny_model):
     """Recovery rewrites the rows under a launch that is stuck; nobody will see what that one computes."""
-    engine = make_engine(tiny_model, race_check=True, compilation_cache_dir=programs, fence_timeout_s=0.2)
+    engine = make_engine(tiny_model, race_check=True, fence_timeout_s=0.2)
     try:
         run(engine)
         add_all(engine, "stuck")
@@ -167,8 +161,8 @@ def test_another_platform_is_refused(tiny_model, monkeypatch):
         make_engine(tiny_model, race_check=True)
 
 
-def test_the_fixture_checks_what_a_test_runs(race_check, tiny_model, programs):  # noqa: F811
-    engine = make_engine(tiny_model, compilation_cache_dir=programs)
+def test_the_fixture_checks_what_a_test_runs(race_check, tiny_model):  # noqa: F811
+    engine = make_engine(tiny_model)
     run(engine)
     race_check.check()
     engine.close()

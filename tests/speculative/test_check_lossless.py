@@ -46,12 +46,10 @@ class Favourite(SpeculativeAlgorithm):
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model, tmp_path_factory):
-    """The programs of a configuration are compiled once for all tests."""
+def config(tiny_model):
     return EngineConfig(
         model=str(tiny_model), context_length=64, max_running_requests=4, decode_batch_buckets=(4,),
         chunked_prefill_size=16, prefill_token_buckets=(16,), skip_warmup=True, speculative_num_draft_tokens=6,
-        compilation_cache_dir=str(tmp_path_factory.mktemp("programs")),
     )  # fmt: skip
 
 
@@ -267,7 +265,7 @@ def command(tiny_model, config, algorithms, tmp_path, monkeypatch):
 
 
 def test_the_command_prints_a_row_per_way_and_batch(command, config, capsys):
-    assert main([*command, "--draws", "100", "--compilation-cache-dir", config.compilation_cache_dir]) == 0
+    assert main([*command, "--draws", "100"]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in out.splitlines() if line.startswith("| ")]
     assert rows[1:] == [

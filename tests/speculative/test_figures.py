@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import tempfile
 from typing import ClassVar
 
 import harness
 import numpy as np
 import pytest
 from drafters import Prophet
-from harness import run, workload
+from harness import make_engine, run, workload
 from oracle import greedy_full_recompute
 
 from jaxserve.core.request import CompletionOutput, Request
@@ -27,10 +25,6 @@ from jaxserve.speculative.figures import RECENT_ROWS, SpeculationFigures, Verifi
 from jaxserve.speculative.pacing import StepTimes
 from jaxserve.speculative.registry import temporarily_registered
 from jaxserve.speculative.watch import AcceptanceWatch
-
-# Engines of equal shapes share compiled programs, which is most of the time they take.
-_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")
-make_engine = functools.partial(harness.make_engine, compilation_cache_dir=_cache.name)
 
 
 class Scripted(SpeculativeAlgorithm):
@@ -211,7 +205,7 @@ def test_metrics_agree_with_what_clients_are_told(tiny_model, prophets):
 
 
 def test_generate_tells_of_every_output(tiny_model, prophets):
-    settings = harness.SETTINGS | {"compilation_cache_dir": _cache.name, "speculative_adaptive": False}
+    settings = harness.SETTINGS | {"speculative_adaptive": False}
     (prompt, num_tokens), *_ = workload()
     with LLM(str(tiny_model), **settings, speculative_algorithm="TREE-PROPHET") as llm:
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, n=2)

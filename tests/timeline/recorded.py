@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,9 @@ from jaxserve.timeline.model import Timeline
 from jaxserve.timeline.recorder import HostRecords
 from jaxserve.timeline.trace import Recording
 
-# Engines of equal shapes share compiled programs, which is most of the time they take.
-_cache = tempfile.TemporaryDirectory(prefix="jaxserve-programs-")
 SETTINGS: dict[str, Any] = {
     "context_length": 32, "page_size": 4, "max_running_requests": 2, "chunked_prefill_size": 8,
-    "prefill_token_buckets": (8,), "decode_batch_buckets": (2,), "compilation_cache_dir": _cache.name,
-    "skip_warmup": True,
+    "prefill_token_buckets": (8,), "decode_batch_buckets": (2,), "skip_warmup": True,
 }  # fmt: skip
 LONG_STEP_US = 50_000  # a step that goes on this long after its reads, so that a sleepy thread does not matter
 

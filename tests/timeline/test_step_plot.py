@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import SETTINGS
 
 from jaxserve.cli.main import main
 from jaxserve.core.errors import ConfigError, JaxserveError
@@ -217,8 +216,7 @@ def test_the_command_writes_trace_page_and_medians(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, plot = tmp_path / "trace.json", tmp_path / "plot.html"
-    settings = ["--context-length", "32", "--page-size", "4", "--chunked-prefill-size", "8", "--backend", "xla",
-                "--compilation-cache-dir", SETTINGS["compilation_cache_dir"]]  # fmt: skip
+    settings = ["--context-length", "32", "--page-size", "4", "--chunked-prefill-size", "8", "--backend", "xla"]
     command = ["trace", str(tiny), "--batch", "2", "--steps", "12", "-o", str(output), "--plot", str(plot)]
     assert main([*command, *settings]) == 0
     assert plot.read_text("utf-8").startswith("<!DOCTYPE html>") and output.stat().st_size > 10_000

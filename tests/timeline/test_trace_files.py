@@ -105,7 +105,7 @@ import sys
 from pathlib import Path
 from jaxserve import LLM, SamplingParams
 llm = LLM(sys.argv[1], trace=sys.argv[2], skip_warmup=True, context_length=32, page_size=4, max_running_requests=2,
-          prefill_token_buckets=(8,), decode_batch_buckets=(2,), compilation_cache_dir=sys.argv[3])
+          prefill_token_buckets=(8,), decode_batch_buckets=(2,))
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
 raise KeyboardInterrupt  # and nobody closes llm
 """
@@ -114,7 +114,7 @@ raise KeyboardInterrupt  # and nobody closes llm
 def test_a_script_that_dies_with_its_llm_open_still_writes(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, str(tiny), str(path), SETTINGS["compilation_cache_dir"]]
+    command = [sys.executable, "-c", PROGRAM, str(tiny), str(path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "KeyboardInterrupt" in run.stderr
     assert num_steps(json.loads(path.read_bytes())) == 4
@@ -139,7 +139,7 @@ def test_serve_writes_its_trace_at_a_signal(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     flags = {"--context-length": "32", "--page-size": "4", "--max-running-requests": "2",
              "--prefill-token-buckets": "8", "--chunked-prefill-size": "8",
-             "--decode-batch-buckets": "2", "--compilation-cache-dir": SETTINGS["compilation_cache_dir"],
+             "--decode-batch-buckets": "2",
              "--port": "0", "--trace": str(path)}  # fmt: skip
     command = [sys.executable, "-m", "jaxserve", "serve", str(tiny), "--skip-warmup"]
     command += [part for pair in flags.items() for part in pair]
