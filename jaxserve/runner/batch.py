@@ -51,6 +51,7 @@ class StepBatch(Generic[Owner]):
             None: there is no such row.
         next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
         prompt_use: of EXTEND, what its sequence wants to know of the prompt; None: nothing.
+        is_greedy: whether every token that is used is its row's likeliest, and nobody asks for logprobs or controls.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
 
@@ -66,5 +67,6 @@ class StepBatch(Generic[Owner]):
     masks: np.ndarray | None = None
     undrafted: np.ndarray | None = None
     next_token: int = -1
+    is_greedy: bool = False
     samples: bool = True
     prompt_use: PromptUse | None = None

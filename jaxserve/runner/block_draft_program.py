@@ -53,7 +53,8 @@ def make_block_draft_program(
         hidden, _, _ = forward(pool, lengths, block, tree=tree)
         drafts = []
         for row in range(1, size):
-            drafts.append(choose(model.logits(hidden[:, row]), rows, lengths + row, task, ids_of(model)))
+            logits = model.logits(hidden[:, row])
+            drafts.append(choose(logits, rows, lengths + row, task, ids_of(model), key.is_greedy))
         chosen = jnp.stack(drafts, 1)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)

@@ -37,6 +37,7 @@ from jaxserve.attention.base import (
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.either import either
 from jaxserve.runner.handover import Handover
 from jaxserve.runner.sampler import filtered_logits, gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
@@ -119,17 +120,21 @@ def entries_of(task: DraftTask, model: Any, handover: Handover) -> tuple[jax.Arr
 
 
 def choose(
-    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None
-) -> jax.Array:
+    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None,
+    is_greedy: bool,
+) -> jax.Array:  # fmt: skip
     """One drafted token int32[B], in the target's ids, per row of float32[B, draft vocabulary].
 
     Args:
         positions: int32[B], where the tokens will stand.
         target_ids: int32[draft vocabulary], or None where the vocabularies are the same.
+        is_greedy: no row samples, and the host knows it.
     """
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
     logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
     best = jnp.argmax(logits, -1)
+    if is_greedy:
+        return ids[best]
     ints, is_random = rows.sampling_ints, rows.sampling_floats[:, TEMPERATURE] > 0
 
     def drawn(_: Any) -> jax.Array:
@@ -138,7 +143,7 @@ def choose(
         perturbed = filtered_logits(logits, rows.sampling_floats, ints) + gumbel
         return jnp.where(is_random, jnp.argmax(perturbed, -1), best)
 
-    return ids[jax.lax.cond(jnp.any(is_random), drawn, lambda _: best, None)]
+    return ids[either(jnp.any(is_random), drawn, lambda _: best, None)]
 
 
 def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, task: DraftTask) -> Callable:
@@ -190,14 +195,14 @@ class DraftPass:
     def __init__(self, key: ProgramKey, backend: AttentionBackend, model: Any, windows: tuple[int | None, ...],
                  rows: StepRows, metadata: StepMetadata, block_tables: jax.Array,
                  used: set[tuple[int, str]] | None):  # fmt: skip
-        self._key, self._backend, self._model, self._windows = key, backend, model, windows
+        self.key, self._backend, self._model, self._windows = key, backend, model, windows
         self._rows, self._metadata, self._block_tables, self._used = rows, metadata, block_tables, used
 
     def __call__(self, pool: PagedKV, lengths: jax.Array, tokens: jax.Array, features: jax.Array | None = None,
                  tree: Tree | None = None) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:  # fmt: skip
         """Hidden states [B, Q, H] of Q new tokens behind ``lengths`` int32[B], and their keys and values."""
         batch, queries = tokens.shape
-        key = self._key
+        key = self.key
         shape = StepShape(key.shape.mode, batch, queries, key.shape.table_width, key.shape.page_size)
         by_slot = jnp.zeros((self._block_tables.shape[0], 1), jnp.int32).at[self._rows.slots].set(lengths[:, None])
         live = LiveRows(self._rows.slots, self._block_tables, by_slot, ffi=key.end_record, used=self._used)
@@ -267,7 +272,7 @@ def chain_from(
     drafts: list[jax.Array] = []
     states: list[jax.Array] = []
     for depth in range(task.num_drafts):
-        drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model)))
+        drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model), forward.key.is_greedy))
         if depth + 1 == task.num_drafts:
             break
         states.append(state)

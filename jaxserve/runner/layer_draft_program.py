@@ -108,7 +108,7 @@ def make_layer_draft_program(
         state, pool = forward.extend(pool, start, counts, tokens, features)
 
         position = handover.lengths + handover.counts + 1 + task.layer
-        drafts = choose(model.logits(state), rows, position, task, ids_of(model))[:, None]
+        drafts = choose(model.logits(state), rows, position, task, ids_of(model), key.is_greedy)[:, None]
         if handover.drafts is not None:
             drafts = jnp.concatenate([handover.drafts, drafts], 1)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots

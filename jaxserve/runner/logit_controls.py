@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.sampling_params import MAX_LOGIT_BIAS
+from jaxserve.runner.either import either
 from jaxserve.runner.sampling_rows import (
     CONTROLS,
     FLAGS,
@@ -99,7 +100,7 @@ class Controls(NamedTuple):
             def changed(logits, change=change, has=has):
                 return jnp.where(has[:, None, None], change(logits), logits)
 
-            by_node = jax.lax.cond(has.any(), changed, lambda logits: logits, by_node)
+            by_node = either(has.any(), changed, lambda logits: logits, by_node)
         return self._held_back(by_node).reshape(rows, vocab)
 
     def _penalised(self, logits: jax.Array) -> jax.Array:
@@ -143,7 +144,7 @@ class Controls(NamedTuple):
             return jnp.where(jnp.isneginf(held.max(-1, keepdims=True)), free, held)
 
         asked = holds.any() if self.masks is None else holds.any() | (self.masks.any > 0)
-        return jax.lax.cond(asked, masked, lambda logits: logits, logits)
+        return either(asked, masked, lambda logits: logits, logits)
 
 
 def counted(token_counts: jax.Array, slots: jax.Array, tokens: jax.Array, is_emitted: jax.Array | None) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +89,21 @@ class PhaseRunner(ABC):
     def sizes(self) -> list[tuple[ForwardMode, int, int, int]]:
         """(mode, batch, queries, width in tokens) of every program there is to be."""
 
+    @functools.cached_property
+    def has_greedy_programs(self) -> bool:
+        """Whether batches that ask for nothing but likeliest tokens have programs of their own. See ``runner.either``.
+
+        Not asked when it is made: jax looks for devices then, and programs can be compiled for others.
+        """
+        return jax.default_backend() != "cpu"
+
+    def _variants(self, key: ProgramKey) -> list[ProgramKey]:
+        """The programs a key stands for: the one for whatever rows want first, the one for greedy rows last.
+
+        On a CPU there is one: what nobody wants is not run.
+        """
+        return [key, dataclasses.replace(key, is_greedy=True)] if self.has_greedy_programs else [key]
+
     def modes(self) -> list[ForwardMode]:
         """The forward modes there are programs for."""
         return list(dict.fromkeys(size[0] for size in self.sizes()))
@@ -105,7 +122,7 @@ class PhaseRunner(ABC):
         for mode, batch, queries, tokens in self.sizes():
             shape = self._shape(mode, batch, queries, tokens)
             source = self._row_source(self.read_ends(mode)[1]) if self.reads_shared_rows else RowSource.HANDED
-            steps.append(self._key(shape, source))
+            steps += self._variants(self._key(shape, source))
             if source is RowSource.PRIVATE:
                 preps.append(self._prep_key(shape))
         return list(dict.fromkeys(steps)), list(dict.fromkeys(preps))
@@ -180,7 +197,7 @@ class PhaseRunner(ABC):
                 step_done=step_done,
                 step_number=batch.step_number,
             )
-            key = self._key(shape, source)
+            key = self._variants(self._key(shape, source))[-1 if batch.is_greedy else 0]
             label = f"{runner.name}, {key.label}"
             pass_fault("launch", f"{self.kind} program")
             with self._span(label, batch, ticket), runner.channel.dispatching(ticket, label, preceding) as operand:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxserve.core.sampling_params import MAX_LOGPROBS
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.batch import PromptUse, StepBatch
+from jaxserve.runner.either import either
 from jaxserve.runner.step_program import HostInputs
 
 BLOCK_ROWS = 64  # whose logits exist at the same time
@@ -76,7 +77,7 @@ def make_score_program(bind: Callable[[list[jax.Array]], Any], num_ids: int | No
                 return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
             return PromptScores(
-                chosen[:, 0], ranks, *jax.lax.cond(wants_top, with_top, without, log_probabilities)
+                chosen[:, 0], ranks, *either(wants_top, with_top, without, log_probabilities)
             )  # fmt: skip
 
         scores = jax.lax.map(one, (states, targets))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.sampling_params import MAX_LOGPROBS
+from jaxserve.runner.either import either
 from jaxserve.runner.logit_controls import Controls
 from jaxserve.runner.sampling_rows import FLAGS, MIN_P, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, WANTS_LOGPROBS
 
@@ -83,8 +84,8 @@ def filtered_logits(logits: jax.Array, floats: jax.Array, ints: jax.Array) -> ja
         keep = (keys >= threshold[:, None]) | (p >= 1.0)[:, None]
         return jnp.where(keep, scaled, -jnp.inf)
 
-    scaled = jax.lax.cond(jnp.any(ints[:, TOP_K] > 0), top_k_filter, lambda s: s, scaled)
-    scaled = jax.lax.cond(jnp.any(floats[:, TOP_P] < 1.0), top_p_filter, lambda s: s, scaled)
+    scaled = either(jnp.any(ints[:, TOP_K] > 0), top_k_filter, lambda s: s, scaled)
+    scaled = either(jnp.any(floats[:, TOP_P] < 1.0), top_p_filter, lambda s: s, scaled)
     min_p = floats[:, MIN_P][:, None]
     return jnp.where((scaled >= jnp.log(min_p)) | (scaled == 0.0), scaled, -jnp.inf)
 
@@ -116,7 +117,7 @@ def best_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def sample(
     logits: jax.Array, floats: jax.Array, ints: jax.Array, positions: jax.Array, num_ids: int | None = None,
-    controls: Controls | None = None,
+    controls: Controls | None = None, is_greedy: bool = False,
 ) -> Sampled:  # fmt: skip
     """Chooses a token per row.
 
@@ -126,6 +127,8 @@ def sample(
         positions: int32[R], position each chosen token will have.
         num_ids: ids the tokenizer knows. Rows of the vocabulary behind them are padding, and count as impossible.
         controls: what requests do to the logits their tokens are chosen by; reported logprobs are of the raw ones.
+        is_greedy: the host knows that every row takes its likeliest token, and that nobody asks for logprobs or
+            controls: nothing else is compiled.
     """
     rows, vocab = logits.shape
     if num_ids is not None and num_ids < vocab:
@@ -136,25 +139,9 @@ def sample(
         """``use(logits)`` after the controls. Not one array for all uses: it would be a copy when nobody asks."""
         if controls is None:
             return use(logits)
-        return jax.lax.cond(controls.asked, lambda x: use(controls.apply(x)), use, logits)
-
-    greedy, finite = controlled(best_tokens)
-
-    def sampled(_):
-        drawn = draw(filtered_logits(controlled(lambda x: x), floats, ints), ints, positions)
-        return jnp.where(random, drawn, greedy)
-
-    # Most batches are all greedy; noise for a whole vocabulary costs more than the head of a small model.
-    tokens = jax.lax.cond(jnp.any(random), sampled, lambda _: greedy, None)
+        return either(controls.asked, lambda x: use(controls.apply(x)), use, logits)
 
     num_top = min(MAX_LOGPROBS, vocab)
-
-    def with_logprobs(_):
-        log_probabilities = jax.nn.log_softmax(logits, -1)
-        chosen = jnp.take_along_axis(log_probabilities, tokens[:, None], 1)[:, 0]
-        top, ids = jax.lax.top_k(log_probabilities, num_top)
-        pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
-        return chosen, jnp.pad(ids.astype(jnp.int32), pad), jnp.pad(top, pad, constant_values=-jnp.inf)
 
     def without(_):
         return (
@@ -163,6 +150,26 @@ def sample(
             jnp.zeros((rows, MAX_LOGPROBS), jnp.float32),
         )
 
+    if is_greedy:
+        tokens, finite = best_tokens(logits)
+        logprobs, top_ids, top_logprobs = without(None)
+        return Sampled(tokens, logprobs, top_ids, top_logprobs, finite)
+    greedy, finite = controlled(best_tokens)
+
+    def sampled(_):
+        drawn = draw(filtered_logits(controlled(lambda x: x), floats, ints), ints, positions)
+        return jnp.where(random, drawn, greedy)
+
+    # Most batches are all greedy; noise for a whole vocabulary costs more than the head of a small model.
+    tokens = either(jnp.any(random), sampled, lambda _: greedy, None)
+
+    def with_logprobs(_):
+        log_probabilities = jax.nn.log_softmax(logits, -1)
+        chosen = jnp.take_along_axis(log_probabilities, tokens[:, None], 1)[:, 0]
+        top, ids = jax.lax.top_k(log_probabilities, num_top)
+        pad = ((0, 0), (0, MAX_LOGPROBS - num_top))
+        return chosen, jnp.pad(ids.astype(jnp.int32), pad), jnp.pad(top, pad, constant_values=-jnp.inf)
+
     wanted = jnp.any(ints[:, FLAGS] & WANTS_LOGPROBS > 0)
-    logprobs, top_ids, top_logprobs = jax.lax.cond(wanted, with_logprobs, without, None)
+    logprobs, top_ids, top_logprobs = either(wanted, with_logprobs, without, None)
     return Sampled(tokens, logprobs, top_ids, top_logprobs, finite)

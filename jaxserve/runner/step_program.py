@@ -109,6 +109,7 @@ class ProgramKey:
     hands_over: bool = False  # whether a draft model goes on from what the program computed
     hands_rows: bool = False  # whether it is handed the private rows, too
     feature_points: tuple[int, ...] = ()  # where it observes the model, see ``models.draft``
+    is_greedy: bool = False  # whether every row takes its likeliest token and nobody asks for more, see ``sampler``
 
     @property
     def early_drafts(self) -> int:
@@ -121,7 +122,7 @@ class ProgramKey:
         """Short name for messages: ``decode[batch=8,width=16]``."""
         shape = self.shape
         sizes = f"batch={shape.batch},tokens={shape.queries},width={shape.table_width}"
-        return f"{shape.mode.name.lower()}[{sizes}]"
+        return f"{shape.mode.name.lower()}{' greedy' if self.is_greedy else ''}[{sizes}]"
 
 
 class HostInputs(NamedTuple):
@@ -344,7 +345,7 @@ def make_step_program(
             rows.sampling_floats, rows.sampling_ints, rows.bias_ids, rows.bias_values, sampled_positions,
             relay.token_counts, rows.slots, (tokens, seen) if key.drafts is not None else None, inputs.masks,
         )  # fmt: skip
-        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids, controls)
+        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids, controls, key.is_greedy)
         last_read = sampled.tokens[0]
 
         newest, write_pages, counts, is_accepted = sampled.tokens, metadata.write_pages, None, None

@@ -20,6 +20,7 @@ from jaxserve.runner.draft_program import (
     DraftTask,
     ids_of,
 )
+from jaxserve.runner.either import either
 from jaxserve.runner.sampler import filtered_logits, gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
 
@@ -39,8 +40,9 @@ class Found(NamedTuple):
 
 
 def likeliest(
-    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    logits: jax.Array, rows: StepRows, positions: jax.Array, task: DraftTask, target_ids: jax.Array | None,
+    is_greedy: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The ``topk`` best continuations of N nodes of each row: tokens int32[B, N, k], log-likelihoods float32[B, N, k].
 
     Rows that sample rank tokens by their perturbed logits: what the target model draws with the same noise.
@@ -48,6 +50,7 @@ def likeliest(
     Args:
         logits: float32[B, N, draft vocabulary].
         positions: int32[B], where the tokens will stand.
+        is_greedy: no row samples, and the host knows it.
     """
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
     logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
@@ -59,7 +62,7 @@ def likeliest(
         filtered = jax.vmap(filtered_logits, (1, None, None), 1)(logits, rows.sampling_floats, ints)
         return jnp.where(is_random[:, None, None], filtered + gumbel, logits)
 
-    ranked = jax.lax.cond(jnp.any(is_random), perturbed, lambda _: logits, None)
+    ranked = logits if is_greedy else either(jnp.any(is_random), perturbed, lambda _: logits, None)
     scores, places = jax.lax.top_k(jax.nn.log_softmax(ranked, -1), task.topk)
     return ids[places], scores
 
@@ -86,7 +89,8 @@ def grown(
         position: int32[B], where the first drafts will stand.
     """
     batch, k = state.shape[0], task.topk
-    tokens, scores = likeliest(model.logits(state)[:, None], rows, position, task, ids_of(model))
+    greedy = forward.key.is_greedy
+    tokens, scores = likeliest(model.logits(state)[:, None], rows, position, task, ids_of(model), greedy)
     found = Found(tokens[:, 0], scores[:, 0], jnp.full((batch, k), -1, jnp.int32))
     # Nodes that go through the model, k of each depth: what they are, the features they build on, whom they see.
     beam = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))  # node numbers
@@ -98,7 +102,7 @@ def grown(
         hidden, _, _ = forward(pool, lengths, tokens, own, Tree(seen, depths))
         states = hidden[:, -k:]
         logits = model.logits(states.reshape(batch * k, -1)).reshape(batch, k, -1)
-        children, likelihoods = likeliest(logits, rows, position + depth, task, ids_of(model))
+        children, likelihoods = likeliest(logits, rows, position + depth, task, ids_of(model), greedy)
         paths = jnp.take_along_axis(found.scores, beam, 1)[:, :, None] + likelihoods  # [B, k, k]
         first = found.tokens.shape[1]
         found = Found(

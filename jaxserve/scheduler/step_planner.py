@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.runner.batch import History, StepBatch
+from jaxserve.runner.sampling_rows import takes_likeliest
 from jaxserve.scheduler.logprobs import prompt_use
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.token_masks import masks_of
@@ -80,7 +81,7 @@ class StepPlanner:
             self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
             tokens=np.array([chunk], np.int32), history=history, masks=self._masks([sequence]) if last else None,
             samples=last, next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
-            prompt_use=prompt_use(sequence),
+            prompt_use=prompt_use(sequence), is_greedy=not last or _all_greedy([sequence]),
         )  # fmt: skip
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
@@ -137,6 +138,7 @@ class StepPlanner:
             self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), slots, longest,
             queries=queries, num_drafted=num_drafted,
             masks=masks_of(ready, self._mask_words, list(zip(tokens, parents, strict=True)), queries),
+            is_greedy=_all_greedy(ready),
         )  # fmt: skip
 
     def _plan_relayed(self, sequences: list[Sequence], queries: int) -> StepBatch[Sequence] | None:
@@ -155,6 +157,7 @@ class StepPlanner:
             max(min(s.num_scheduled, s.max_total) for s in ready), queries=queries,
             num_drafted=len(ready) * (queries - 1), masks=self._masks(ready),
             undrafted=np.array([s.constraint is not None for s in ready]),  # no mask fits drafts nobody here knows
+            is_greedy=_all_greedy(ready),
         )  # fmt: skip
 
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
@@ -171,7 +174,7 @@ class StepPlanner:
             sequence.num_in_flight += 1
         return StepBatch(
             self._next_step(), ForwardMode.DECODE, tuple(ready), slots, max(s.num_scheduled for s in ready),
-            masks=self._masks(ready),
+            masks=self._masks(ready), is_greedy=_all_greedy(ready),
         )  # fmt: skip
 
     def _masks(self, sequences: list[Sequence]) -> np.ndarray | None:
@@ -180,3 +183,7 @@ class StepPlanner:
     def _next_step(self) -> int:
         self.step_number += 1
         return self.step_number
+
+
+def _all_greedy(sequences: list[Sequence]) -> bool:
+    return all(s.constraint is None and takes_likeliest(s.request.params) for s in sequences)

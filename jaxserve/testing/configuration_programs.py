@@ -136,6 +136,9 @@ class ConfigurationPrograms:
                 draft: Any = SimpleNamespace(**vars(runner) | {"model": draft_model, "kv": kv})
                 self._runners.append(algorithm.make_draft_runner(draft, step_runner, number))
 
+        for each in self._runners:
+            each.has_greedy_programs = target != "cpu"
+
     def programs(self) -> list[Program]:
         """All of them: of each runner preps first, then steps, each as the engine orders them."""
         return [program for runner in self._runners for program in self._programs(runner)]

@@ -177,7 +177,7 @@ class _Suite:
             self._notes.append(f"{mode.name} runs on the calling thread: its tables could not be overwritten meanwhile")
 
     def _check_compiled(self, rig: Rig, mode: ForwardMode, ends: SharedReadEnds) -> list[ReadViolation]:
-        (key,) = [key for key in rig.steps.program_keys()[0] if key.shape.mode is mode]
+        (key,) = [key for key in rig.steps.program_keys()[0] if key.shape.mode is mode and not key.is_greedy]
         with _attending(self.backend) as served:
             text, donated = self._compile_step(rig, key)
         self._check_delegation(mode, ends, served)

@@ -6,6 +6,7 @@ and ``ptxas`` of a CUDA 13 toolkit. GEMMs aren't autotuned this way, so their ke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -13,10 +14,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 # The chip's public figures, as the compiler's GpuTargetConfigProto; part of the repository, not of the package.
 H100_TARGET_CONFIG = Path(__file__).parents[2] / "tests" / "cuda" / "h100.txtpb"
@@ -88,4 +90,19 @@ def compile_for_h100(
     """
     sharding = h100_sharding()
     jitted = jax.jit(fn, in_shardings=sharding, out_shardings=sharding, donate_argnums=tuple(donate), keep_unused=True)
-    return jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+    lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
+    with _uncached():
+        return lowered.compile(compiler_options=options)
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """No persistent cache: what is fetched from it dumps no thunks, whatever ``xla_dump_to`` says."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax has decided once and for all whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

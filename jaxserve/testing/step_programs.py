@@ -38,6 +38,7 @@ def step_program(
     num_pages: int = 64,
     dtype: Any = jnp.float32,
     drafts: DraftForm = CHAIN,
+    is_greedy: bool = False,
 ) -> tuple[Callable, tuple]:
     """A step program as the runner would make it, with its abstract arguments; no weight is allocated.
 
@@ -48,7 +49,7 @@ def step_program(
     source = RowSource.PRIVATE if ends is SharedReadEnds.PRE_REPLAY else RowSource.SNAPSHOT
     verifies = mode is ForwardMode.TARGET_VERIFY
     shape = StepShape(mode, batch, queries, width, page_size)
-    key = ProgramKey(shape, source, end_record=True, drafts=drafts if verifies else None)
+    key = ProgramKey(shape, source, end_record=True, drafts=drafts if verifies else None, is_greedy=is_greedy)
     model = abstract_model(config, dtype)
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
     function = make_step_program(key, backend, model.bind, config.attention_windows)

@@ -43,6 +43,7 @@ def test_engine_programs_read_shared_rows_before_the_marker(
     )
     text = compile_for_h100(function, *arguments, donate=(1, 2)).as_text()
     assert 'custom_call_target="jaxserve_snapshot"' in text
+    assert " conditional(" not in text  # the host would wait for its predicate, see ``runner.either``
     kernels = text.count('custom_call_target="jaxserve_paged_attention_bf16"')
     assert kernels == (llama().num_layers if backend.name == "paged-cuda" else 0)
     assert uses_after(text, TABLES, "jaxserve_snapshot", concurrent=True) == []

@@ -23,12 +23,15 @@ pytestmark = pytest.mark.h100
 
 
 def compiled(folder: Path, **settings) -> tuple[str, GraphUse | None, tuple]:
-    """(HLO, what runs in graphs, arguments) of a decode program; None: XLA looked for no graphs."""
+    """(HLO, what runs in graphs, arguments) of a greedy decode program; None: XLA looked for no graphs.
+
+    In a program that draws, the loops of the sampler's filters cut the graph.
+    """
     native_module("CUDA")
     backend = PagedCudaBackend("xla")
     graph = make_graph_mode(EngineConfig(**settings), "cuda", backend, channel=3)
     function, arguments = step_program(
-        llama(), backend, ForwardMode.DECODE, batch=8, context_length=512, dtype=jnp.bfloat16
+        llama(), backend, ForwardMode.DECODE, batch=8, context_length=512, dtype=jnp.bfloat16, is_greedy=True
     )
     with graph.tracing(ForwardMode.DECODE):
         done = compile_for_h100(

@@ -1,0 +1,25 @@
+"""A choice that the device makes, without making the host wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def either(predicate: jax.Array, changed: Callable[..., Any], unchanged: Callable[..., Any], *operands: Any) -> Any:
+    """``changed(*operands)`` if ``predicate`` bool[] holds, else ``unchanged(*operands)``; trees of equal shapes.
+
+    On a CPU a conditional, so what is not chosen costs nothing. On a GPU XLA's conditional copies its predicate to the
+    host and waits for it inside the dispatch, and so for every step in flight: there both are computed, one is taken.
+    """
+
+    def by_conditional(predicate: jax.Array, *operands: Any) -> Any:
+        return jax.lax.cond(predicate, changed, unchanged, *operands)
+
+    def by_selection(predicate: jax.Array, *operands: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), changed(*operands), unchanged(*operands))
+
+    return jax.lax.platform_dependent(predicate, *operands, cpu=by_conditional, default=by_selection)
