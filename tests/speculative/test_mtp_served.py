@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import STALL_US, make_engine, run, workload
+from harness import SETTINGS, STALL_US, make_engine, run, workload
 from oracle import full_attention, greedy_full_recompute
 from tiny import byte_tokenizer_files, write_folder
 
@@ -30,6 +30,7 @@ from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
 from jaxserve.runner.worker import DraftWorker
 from jaxserve.speculative.registry import find_algorithm, settled
+from jaxserve.testing import algorithm_conformance
 from jaxserve.testing.configuration_programs import ConfigurationPrograms
 from jaxserve.testing.poison import Poison
 
@@ -133,6 +134,15 @@ def test_the_last_layer_owns_the_event(mimo):
         assert engine.scheduler.speculation.algorithm.kv_bytes_per_page(4) == NUM_LAYERS * kv.bytes_per_page
     finally:
         engine.close()
+
+
+def test_it_conforms(mimo):
+    report = algorithm_conformance(
+        "MTP",
+        page_sizes=(4,),
+        settings={**SETTINGS, "model": str(mimo), "speculative_num_draft_tokens": NUM_LAYERS + 1},
+    )
+    assert report.num_drafted > 500 and report.num_accepted > 5
 
 
 @pytest.mark.parametrize("wrong", ["target", "draft-1"])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import STALL_US, make_engine, run, workload
+from harness import SETTINGS, STALL_US, make_engine, run, workload
 from oracle import full_attention
 
 from jaxserve.barrier.native import native_module
@@ -27,6 +27,7 @@ from jaxserve.models.loading.weights import LoadedModel, load_model
 from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
 from jaxserve.runner.worker import DraftWorker
+from jaxserve.testing import algorithm_conformance
 from jaxserve.testing.poison import Poison
 
 ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
@@ -146,6 +147,13 @@ def test_the_target_does_not_own_the_event_of_a_draft_model(tiny_model, heads, m
     finally:
         monkeypatch.undo()
         engine.close()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_conforms(algorithm, tiny_model, heads):
+    own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
+    report = algorithm_conformance(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
+    assert report.num_drafted > 500 and report.num_accepted > 5
 
 
 # -- drafts against a full recomputation ------------------------------------------------------------------------------
