@@ -44,7 +44,11 @@ CASES = [(algorithm, "native") for algorithm in ALGORITHMS]
 CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name not in ("native", "xla-live", "planned")]
 CONFIGURATIONS["race check"] = {"race_check": True}
 CONFIGURATIONS["trees"] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 7}
-CASES += [("EAGLE", "trees"), ("EAGLE3", "race check"), ("DFLASH", "xla-live")]
+CONFIGURATIONS["changing sizes"] = {"speculative_adaptive": True}
+CONFIGURATIONS["trees, changing sizes"] = CONFIGURATIONS["trees"] | {"speculative_adaptive": True}
+CASES += [("EAGLE", "trees, changing sizes"), ("EAGLE3", "race check"), ("DFLASH", "xla-live")]
+CASES += [("STANDALONE", "changing sizes")]
+PADDED = 64  # tokens the oracle computes at a time, so that it compiles once; those behind a sequence change nothing
 STALLS = {"snapshot.before_reads": STALL_US // 2, "stream.before_copy": STALL_US // 4}
 
 
@@ -80,9 +84,23 @@ def sampled_tokens(tiny_model: Path) -> list[list[int]]:
 
 
 def drafting(tiny_model: Path, heads: dict[str, Path], algorithm: str, **settings: Any) -> Engine:
-    return make_engine(
-        tiny_model, speculative_algorithm=algorithm, speculative_draft_model_path=str(heads[algorithm]), **settings
-    )
+    drafts = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(heads[algorithm])}
+    return make_engine(tiny_model, **{"speculative_adaptive": False, **drafts, **settings})
+
+
+def change_sizes(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    """Makes steps of every size there is, in any order; returns the list they are noted in."""
+    speculation, random, chosen = engine.scheduler.speculation, np.random.default_rng(3), []
+    sizes = list(speculation.algorithm.verify_tokens(engine.config))
+
+    def queries_for(sequences: list[Sequence]) -> int:
+        if len(chosen) % len(sizes) == 0:
+            random.shuffle(sizes)
+        chosen.append(sizes[len(chosen) % len(sizes)])
+        return chosen[-1]
+
+    monkeypatch.setattr(speculation, "queries_for", queries_for)
+    return chosen
 
 
 @pytest.fixture
@@ -95,11 +113,12 @@ def points() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("algorithm", "configuration"), CASES)
 def test_tokens_are_those_of_plain_decoding(
-    algorithm, configuration, tiny_model, heads, right_tokens, sampled_tokens, points
+    algorithm, configuration, tiny_model, heads, right_tokens, sampled_tokens, points, monkeypatch
 ):
     """Greedy and drawn, with every shared row overwritten as soon as the barrier allows it, and under stalls."""
     engine = drafting(tiny_model, heads, algorithm, **CONFIGURATIONS[configuration])
     poison = Poison(engine)
+    chosen = change_sizes(monkeypatch, engine) if "changing" in configuration else []
     try:
         assert run(engine, "greedy") == right_tokens
         engine.scheduler.speculation.reset_figures()
@@ -151,11 +170,18 @@ def test_the_target_does_not_own_the_event_of_a_draft_model(tiny_model, heads, m
 # -- drafts against a full recomputation ------------------------------------------------------------------------------
 
 
+POSITIONS = np.arange(PADDED, dtype=np.int32)
+
+
+def padded(token_ids: list[int]) -> np.ndarray:
+    return np.pad(np.array(token_ids, np.int32), (0, PADDED - len(token_ids)))
+
+
 def captured(target: LoadedModel, token_ids: list[int], points: tuple[int, ...]) -> jax.Array:
     seen: dict[int, jax.Array] = {}
-    ids, positions = np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32)
     model = target.bind(target.leaves)
-    seen[FINAL] = model(ids, positions, full_attention(target.config.attention_windows), seen.__setitem__)
+    attend = full_attention(target.config.attention_windows)
+    seen[FINAL] = model(padded(token_ids), POSITIONS, attend, seen.__setitem__)
     return jnp.concatenate([seen[point] for point in points], axis=1)
 
 
@@ -209,29 +235,31 @@ class Oracle:
         if self.algorithm == "STANDALONE":
             features = None
         else:
-            features = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:-1]
+            features = self.model.features(captured(self.target, token_ids, self.model.feature_points))
 
         def hidden_of(drafts: list[int]) -> jax.Array:
             nonlocal features
-            tokens = np.array([*token_ids, *drafts], np.int32)
+            tokens = [*token_ids, *drafts]
             if features is None:
-                return self.model(tokens, np.arange(len(tokens), dtype=np.int32), self.attend)[-1]
-            positions = np.arange(len(tokens) - 1, dtype=np.int32)
-            hidden = self.model(tokens[1:], positions, features, self.attend)
-            features = jnp.concatenate([features, hidden[-1:]])
-            return hidden[-1]
+                return self.model(padded(tokens), POSITIONS, self.attend)[len(tokens) - 1]
+            last = len(tokens) - 2  # entry i takes the features at i and the token behind it
+            hidden = self.model(padded(tokens[1:]), POSITIONS, features, self.attend)
+            features = features.at[last + 1].set(hidden[last])
+            return hidden[last]
 
         return hidden_of
 
     def _block(self, token_ids: list[int]) -> Any:
         known = len(token_ids) - 1
-        states = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:known]
-        context = self.model.context(states, np.arange(known, dtype=np.int32))
+        states = self.model.features(captured(self.target, token_ids, self.model.feature_points))
+        context = self.model.context(states, POSITIONS)
+        seen = np.concatenate([known > POSITIONS, np.ones(NUM_DRAFTS + 1, bool)])
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None = None) -> jax.Array:
             keys, values = (jnp.concatenate([old, new]) for old, new in zip(context[layer], (k, v), strict=True))
             keys, values = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (keys, values))
-            weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2]), axis=-1)
+            scores = jnp.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2])
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
             return jnp.einsum("hqk,khd->qhd", weights, values)
 
         block = np.array([token_ids[-1]] + [self.model.mask_token_id] * NUM_DRAFTS, np.int32)
@@ -244,7 +272,7 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
     and how many tokens of each prompt were cached."""
     compared, cached = 0, [0] * len(requests)
     for number, (prompt, length) in enumerate(requests):
-        params = SamplingParams(max_tokens=min(length, 7), ignore_eos=True, **{**SAMPLED, "seed": number})
+        params = SamplingParams(max_tokens=length, ignore_eos=True, **{**SAMPLED, "seed": number})
         engine.add(Request(str(number), tuple(prompt), params))
     while engine.has_work:
         for delta in engine.step():
@@ -253,7 +281,10 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
         for sequence in engine.scheduler.running:
             if sequence.slot is None or sequence.prefilling or sequence.num_in_flight:
                 continue
-            for drafted, (token, margin) in zip(relay[sequence.slot], oracle.drafts(sequence), strict=True):
+            there = sequence.num_drafts
+            assert np.all(relay[sequence.slot, there:] == -1), "as many as the scheduler counts on"
+            known = zip(relay[sequence.slot, :there], oracle.drafts(sequence), strict=False)
+            for drafted, (token, margin) in known:
                 if margin < 1e-3:
                     break  # rounding may decide, and all that follows depends on it
                 assert drafted == token, f"behind {len(sequence.token_ids)} tokens"
@@ -262,11 +293,14 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target):
-    """Behind prompts of one and of several chunks and behind every verify step, several sequences at a time."""
-    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True)
+def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target, monkeypatch):
+    """Behind prompts of one and of several chunks and behind every step, verifying any number of drafts or none, several
+    sequences at a time."""
+    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, speculative_adaptive=True)
+    chosen = change_sizes(monkeypatch, engine)
     try:
         compared, _ = compare_drafts(engine, Oracle(engine, target, algorithm), workload()[1:4])
+        assert set(chosen) == {1, 2, NUM_DRAFTS + 1}
         assert compared > 12
         assert engine.scheduler.speculation.figures.num_accepted > 1
     finally:
