@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import STALL_US, make_engine, run, workload
+from harness import STALL_US, change_sizes, make_engine, run, workload
 from oracle import full_attention
 
 from jaxserve.barrier.native import native_module
@@ -88,21 +88,6 @@ def drafting(tiny_model: Path, heads: dict[str, Path], algorithm: str, **setting
     return make_engine(tiny_model, **{"speculative_adaptive": False, **drafts, **settings})
 
 
-def change_sizes(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
-    """Makes steps of every size there is, in any order; returns the list they are noted in."""
-    speculation, random, chosen = engine.scheduler.speculation, np.random.default_rng(3), []
-    sizes = list(speculation.algorithm.verify_tokens(engine.config))
-
-    def queries_for(sequences: list[Sequence]) -> int:
-        if len(chosen) % len(sizes) == 0:
-            random.shuffle(sizes)
-        chosen.append(sizes[len(chosen) % len(sizes)])
-        return chosen[-1]
-
-    monkeypatch.setattr(speculation, "queries_for", queries_for)
-    return chosen
-
-
 @pytest.fixture
 def points() -> Iterator[Any]:
     """Hold points, let go afterwards."""
@@ -118,7 +103,8 @@ def test_tokens_are_those_of_plain_decoding(
     """Greedy and drawn, with every shared row overwritten as soon as the barrier allows it, and under stalls."""
     engine = drafting(tiny_model, heads, algorithm, **CONFIGURATIONS[configuration])
     poison = Poison(engine)
-    chosen = change_sizes(monkeypatch, engine) if "changing" in configuration else []
+    if "changing" in configuration:
+        change_sizes(monkeypatch, engine)
     try:
         assert run(engine, "greedy") == right_tokens
         engine.scheduler.speculation.reset_figures()
@@ -177,14 +163,6 @@ def padded(token_ids: list[int]) -> np.ndarray:
     return np.pad(np.array(token_ids, np.int32), (0, PADDED - len(token_ids)))
 
 
-def captured(target: LoadedModel, token_ids: list[int], points: tuple[int, ...]) -> jax.Array:
-    seen: dict[int, jax.Array] = {}
-    model = target.bind(target.leaves)
-    attend = full_attention(target.config.attention_windows)
-    seen[FINAL] = model(padded(token_ids), POSITIONS, attend, seen.__setitem__)
-    return jnp.concatenate([seen[point] for point in points], axis=1)
-
-
 class Oracle:
     """Drafts behind a sequence, computed without cache, batch or block table.
 
@@ -196,7 +174,34 @@ class Oracle:
         self.target, self.algorithm = target, algorithm
         draft = engine.scheduler.speculation.algorithm.draft
         self.model: Any = draft.bind(draft.leaves)
-        self.attend = full_attention(draft.config.attention_windows)
+        self._leaves = draft.leaves
+        attend = full_attention(draft.config.attention_windows)
+
+        @jax.jit
+        def features_of(target_leaves: list[jax.Array], leaves: list[jax.Array], token_ids: np.ndarray) -> jax.Array:
+            seen: dict[int, jax.Array] = {}
+            attend = full_attention(target.config.attention_windows)
+            seen[FINAL] = target.bind(target_leaves)(token_ids, POSITIONS, attend, seen.__setitem__)
+            model: Any = draft.bind(leaves)
+            return model.features(jnp.concatenate([seen[point] for point in model.feature_points], axis=1))
+
+        @jax.jit
+        def hidden_of(leaves: list[jax.Array], token_ids: np.ndarray, *features: jax.Array) -> jax.Array:
+            return draft.bind(leaves)(token_ids, POSITIONS, *features, attend)
+
+        @jax.jit
+        def logits_of(leaves: list[jax.Array], hidden: jax.Array) -> jax.Array:
+            return draft.bind(leaves).logits(hidden[None])[0]
+
+        self._features_of, self._hidden_of, self._logits_of = features_of, hidden_of, logits_of
+
+    def features(self, token_ids: list[int]) -> jax.Array:
+        """What the draft model builds on, one row per position."""
+        return self._features_of(self.target.leaves, self._leaves, padded(token_ids))
+
+    def logits(self, hidden: jax.Array) -> np.ndarray:
+        """float32[draft vocabulary]."""
+        return np.asarray(self._logits_of(self._leaves, hidden))
 
     def target_ids(self) -> np.ndarray:
         """The target's id of each draft id."""
@@ -216,7 +221,7 @@ class Oracle:
         ids = self.target_ids()
         _, ints = sampling_row(sequence.request.params, sequence.seed, vocab)
         noise = gumbel_noise(*(jnp.int32(ints[place]) for place in (SEED_LOW, SEED_HIGH)), jnp.int32(position), vocab)
-        scaled = np.asarray(self.model.logits(hidden[None]))[0] / SAMPLED["temperature"]
+        scaled = self.logits(hidden) / SAMPLED["temperature"]
         scores = scaled + np.asarray(noise)[ids]
         second, first = np.argsort(scores)[-2:]
         return int(ids[first]), float(scores[first] - scores[second])
@@ -232,18 +237,15 @@ class Oracle:
         return drafts
 
     def _chain(self, token_ids: list[int]) -> Any:
-        if self.algorithm == "STANDALONE":
-            features = None
-        else:
-            features = self.model.features(captured(self.target, token_ids, self.model.feature_points))
+        features = None if self.algorithm == "STANDALONE" else self.features(token_ids)
 
         def hidden_of(drafts: list[int]) -> jax.Array:
             nonlocal features
             tokens = [*token_ids, *drafts]
             if features is None:
-                return self.model(padded(tokens), POSITIONS, self.attend)[len(tokens) - 1]
+                return self._hidden_of(self._leaves, padded(tokens))[len(tokens) - 1]
             last = len(tokens) - 2  # entry i takes the features at i and the token behind it
-            hidden = self.model(padded(tokens[1:]), POSITIONS, features, self.attend)
+            hidden = self._hidden_of(self._leaves, padded(tokens[1:]), features)
             features = features.at[last + 1].set(hidden[last])
             return hidden[last]
 
@@ -251,8 +253,7 @@ class Oracle:
 
     def _block(self, token_ids: list[int]) -> Any:
         known = len(token_ids) - 1
-        states = self.model.features(captured(self.target, token_ids, self.model.feature_points))
-        context = self.model.context(states, POSITIONS)
+        context = self.model.context(self.features(token_ids), POSITIONS)
         seen = np.concatenate([known > POSITIONS, np.ones(NUM_DRAFTS + 1, bool)])
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None = None) -> jax.Array:
@@ -294,8 +295,8 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target, monkeypatch):
-    """Behind prompts of one and of several chunks and behind every step, verifying any number of drafts or none, several
-    sequences at a time."""
+    """Behind prompts of one and of several chunks and behind every step, whether it verifies many drafts, few or none;
+    several sequences at a time."""
     engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, speculative_adaptive=True)
     chosen = change_sizes(monkeypatch, engine)
     try:
@@ -336,7 +337,7 @@ def recomputed_tree(
         children: dict[tuple[int, ...], float] = {}
         for path in beam:
             hidden = oracle.state_of(token_ids, path)
-            likely = np.asarray(jax.nn.log_softmax(oracle.model.logits(hidden[None])))[0]
+            likely = np.asarray(jax.nn.log_softmax(oracle.logits(hidden)))
             for place in np.argsort(-likely)[:topk]:
                 children[*path, int(ids[place])] = scores.get(path, 0.0) + float(likely[place])
         scores |= children
