@@ -2,7 +2,7 @@
 
 BYTE    byte-level tokenizer without merges: ids 0 .. 255 are bytes, then <s>, </s>, <|eot|>, <pad>.
 TINY    random Llama over BYTE that reacts to every token of its context.
-MARKOV  Llama whose next-token logits are exactly row ``table[last token]``.
+MARKOV  Llama whose next-token logits are exactly row ``table[last token]``; ``write_kinds``: in TINY's shape.
 """
 
 from __future__ import annotations
@@ -170,6 +170,27 @@ def write_markov(path: str | Path, table: np.ndarray, **overrides: Any) -> Path:
     head = np.zeros((vocab, hidden), np.float32)
     head[:, :vocab] = table.T * root_mean_square
     tensors["lm_head.weight"] = head
+    return write_folder(byte_tokenizer_files(path), config, tensors)
+
+
+def write_kinds(path: str | Path, kinds: np.ndarray, table: np.ndarray) -> Path:
+    """Writes a Markov model of TINY's shape, which finds TINY's programs: logits after token i are ``table[kinds[i]]``.
+
+    Args:
+        kinds: int[260], fewer than 64 different ones, counted from 0.
+        table: Float[kinds, 260].
+    """
+    config = tiny_config()
+    hidden = config["hidden_size"]
+    tensors = tiny_tensors(config)
+    # A one-hot row of root mean square 1, which the final norm divides by sqrt(1 + eps).
+    embed = np.sqrt(hidden) * np.eye(hidden, dtype=np.float32)[kinds]
+    head = np.zeros((BYTE_VOCAB, hidden), np.float32)
+    head[:, : len(table)] = table.T * np.sqrt((1 + config["rms_norm_eps"]) / hidden)
+    tensors |= {"model.embed_tokens.weight": embed, "lm_head.weight": head}
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = np.zeros_like(tensors[name])
     return write_folder(byte_tokenizer_files(path), config, tensors)
 
 

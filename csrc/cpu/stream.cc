@@ -148,8 +148,6 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
     {
       std::lock_guard<std::mutex> lock(mutex_);
       poisoned = !error_.empty();
-      stats_.num_copies += 1;
-      stats_.bytes_copied += num_rows * row_bytes;
     }
     if (!poisoned) {
       Faults::instance().pass("copy", "Stream.write_rows");
@@ -171,6 +169,9 @@ void Stream::write_rows(std::shared_ptr<SharedBuffer> buffer, const int32_t* row
     release_staging(block_index);
     throw;
   }
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.num_copies += 1;
+  stats_.bytes_copied += num_rows * row_bytes;
 }
 
 void Stream::wait(std::shared_ptr<EventRing> ring, uint64_t generation, const std::string& kind) {

@@ -25,8 +25,8 @@
 namespace jaxserve::cpu {
 
 struct StreamStats {
-  uint64_t num_copies = 0;
-  uint64_t bytes_copied = 0;
+  uint64_t num_copies = 0;    // handed over, whether they have run or not
+  uint64_t bytes_copied = 0;  // by those
   uint64_t num_waits = 0;
   uint64_t wait_ns = 0;          // time the stream stood still in waits
   uint64_t staging_wait_ns = 0;  // time the host stood still for a free staging block

@@ -25,8 +25,8 @@
 namespace jaxserve::cuda {
 
 struct StreamStats {
-  uint64_t num_copies = 0;
-  uint64_t bytes_copied = 0;
+  uint64_t num_copies = 0;    // handed over, whether they have run or not
+  uint64_t bytes_copied = 0;  // by those
   uint64_t num_waits = 0;
   // Always 0: how long the device stood still is not known without timing events, which cost more than our events.
   uint64_t wait_ns = 0;

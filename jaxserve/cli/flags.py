@@ -130,6 +130,7 @@ FLAGS = (
     Flag("speculative_draft_model_path", str, "the draft model or head", metavar="PATH"),
     Flag("speculative_num_steps", int, "drafts in a row of a draft model", metavar="N"),
     Flag("speculative_eagle_topk", int, "continuations of each drafted token; more than 1 drafts trees", metavar="N"),
+    Flag("speculative_token_map", str, "file with the target ids an EAGLE head may draft", metavar="FILE"),
     Flag(
         "speculative_num_draft_tokens",
         int,

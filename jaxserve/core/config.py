@@ -60,6 +60,7 @@ class EngineConfig:
         speculative_draft_model_path: the draft model or head, for algorithms that need one.
         speculative_num_steps: drafts in a row of a draft model; None: as ``speculative_num_draft_tokens`` says.
         speculative_eagle_topk: continuations of each drafted token; None or 1: chains, more: trees.
+        speculative_token_map: file with the target ids an EAGLE head may draft; None: all.
         speculative_num_draft_tokens: most tokens verified per sequence and step, the newest one included; None: as the
             algorithm likes it.
         speculative_adaptive: draft as much as pays off, down to nothing; False: always as many as there are.
@@ -114,6 +115,7 @@ class EngineConfig:
     speculative_draft_model_path: str | None = None
     speculative_num_steps: int | None = None
     speculative_eagle_topk: int | None = None
+    speculative_token_map: str | None = None
     speculative_num_draft_tokens: int | None = None
     speculative_adaptive: bool = True
     speculative_ngram_fence: str = "coarse"

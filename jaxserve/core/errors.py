@@ -62,4 +62,4 @@ class RaceError(JaxserveError):
 
 
 class EngineDead(JaxserveError):
-    """The step loop stopped on an error; requests in flight got that error."""
+    """The step loop stopped; the message says why, and requests in flight got it, too."""

@@ -148,6 +148,11 @@ class AsyncEngine:
         return self._engine.context_length
 
     @property
+    def embedding_size(self) -> int:
+        """Numbers of the vector that ``SamplingParams.pooling`` makes of a prompt."""
+        return self._engine.model_config.hidden_size
+
+    @property
     def config(self) -> EngineConfig:
         """The configuration it was made from."""
         return self._engine.config
@@ -212,7 +217,7 @@ class AsyncEngine:
 
     def _check_open(self) -> None:
         if self._dead is not None:
-            raise EngineDead(f"the engine has stopped: {self._dead}; restart the server")
+            raise EngineDead(self._dead)
         if self._draining:
             raise CapacityError("the server is shutting down; try another one", retry_after_s=10)
 
@@ -345,8 +350,7 @@ class AsyncEngine:
             self._streams.clear()
             self._num_open = 0
         for stream in streams:
-            ending = EngineDead(f"the engine has stopped: {failure or 'it was shut down'}")
-            put_all_from_thread(stream.loop, [(stream, [ending])])
+            put_all_from_thread(stream.loop, [(stream, [EngineDead(failure or "it was shut down")])])
 
     # -- life --------------------------------------------------------------------------------------------------------
 

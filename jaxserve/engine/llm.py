@@ -60,13 +60,17 @@ class LLM:
         self._inboxes: dict[str, list[OutputDelta]] = {}  # deltas by request, whoever's step made them
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
-                 params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[RequestOutput]:  # fmt: skip
+                 params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+                 priority: int | Sequence[int] = 0,
+                 cache_salt: str | Sequence[str | None] | None = None) -> list[RequestOutput]:  # fmt: skip
         """Continues each prompt; returns one output per prompt, in order.
 
         Args:
             prompts: strings, token-id lists, or ``{"prompt": str}`` / ``{"prompt_token_ids": [...]}``; or one of them.
             params: one for all, or one per prompt. Default: ``SamplingParams()`` with ``max_tokens`` lowered to the
                 room left in the context; parameters that are given are never changed, and refused if they do not fit.
+            priority: one for all, or one per prompt; with ``schedule_policy="priority"`` lower is served earlier.
+            cache_salt: one for all, or one per prompt; only prompts with the same salt share cached prefixes.
 
         Raises:
             InvalidRequest: a prompt or parameter that cannot be served; nothing was generated then.
@@ -75,24 +79,28 @@ class LLM:
             raise InvalidRequest(f"prompts must be a prompt or a list of them, got {prompts!r}", param="prompt")
         batch: list[Any] = [prompts] if _is_single(prompts) else list(prompts)
         encoded = [self._encode(prompt) for prompt in batch]
-        return self._run(encoded, self._params_for(encoded, params))
+        return self._run(self._requests(encoded, params, priority, cache_salt))
 
     def chat(self, messages: Sequence[dict] | Sequence[Sequence[dict]],
-             params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any,
+             params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             priority: int | Sequence[int] = 0, cache_salt: str | Sequence[str | None] | None = None, **template: Any,
              ) -> list[RequestOutput]:  # fmt: skip
         """Answers one conversation, or several, by the model's chat template. ``template`` says more about it: see
         ``Engine.encode_chat`` (``tools``, ``variables``, ``continue_final_message``)."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         encoded: list[Encoded] = [(None, self.engine.encode_chat(list(c), **template)) for c in conversations]  # type: ignore
-        return self._run(encoded, self._params_for(encoded, params))
+        return self._run(self._requests(encoded, params, priority, cache_salt))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0,
+               cache_salt: str | None = None) -> Iterator[OutputDelta]:  # fmt: skip
         """Yields deltas of one prompt's outputs as they arrive. Closing the iterator aborts the request."""
-        return self._stream(self._encode(prompt), params)
+        return self._stream(*self._requests([self._encode(prompt)], params, priority, cache_salt))
 
-    def chat_stream(self, messages: Sequence[dict], params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def chat_stream(self, messages: Sequence[dict], params: SamplingParams | None = None, *, priority: int = 0,
+                    cache_salt: str | None = None) -> Iterator[OutputDelta]:  # fmt: skip
         """As ``stream``, for a conversation."""
-        return self._stream((None, self.engine.encode_chat(list(messages))), params)
+        encoded: Encoded = (None, self.engine.encode_chat(list(messages)))
+        return self._stream(*self._requests([encoded], params, priority, cache_salt))
 
     def close(self) -> None:
         """Frees the engine, and writes the trace if there is one. Streams that are still open raise EngineDead when
@@ -113,6 +121,10 @@ class LLM:
 
     def _encode(self, prompt: Any) -> Encoded:
         if isinstance(prompt, dict):
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            if unknown:
+                wanted = "a prompt dict has 'prompt' and 'prompt_token_ids' (priority and cache_salt are arguments)"
+                raise InvalidRequest(f"{wanted}, got {min(map(str, unknown))!r}", param="prompt")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
             if "prompt" in prompt:
@@ -143,9 +155,24 @@ class LLM:
         room = self.engine.context_length - len(ids)
         return dataclasses.replace(default, max_tokens=max(1, min(default.max_tokens, room)))
 
-    def _open(self, encoded: Encoded, params: SamplingParams) -> Request:
-        prompt, ids = encoded
-        return Request(f"llm-{next(self._ids)}", tuple(ids), params, prompt)
+    def _requests(
+        self, encoded: list[Encoded], params: SamplingParams | Sequence[SamplingParams] | None, priority: Any, salt: Any
+    ) -> list[Request]:
+        """All are checked before any is started. Raises InvalidRequest."""
+        requests = []
+        each = zip(
+            encoded, self._params_for(encoded, params), _one_each("priority", priority, len(encoded)),
+            _one_each("cache_salt", salt, len(encoded)), strict=True,
+        )  # fmt: skip
+        for (prompt, ids), own_params, own_priority, own_salt in each:
+            self.engine.check(ids, own_params, own_priority)
+            if own_salt is not None and not (isinstance(own_salt, str) and own_salt):
+                raise InvalidRequest(f"cache_salt must be a non-empty string, got {own_salt!r}", param="cache_salt")
+            request_id = f"llm-{next(self._ids)}"
+            requests.append(
+                Request(request_id, tuple(ids), own_params, prompt, priority=own_priority, cache_salt=own_salt)
+            )
+        return requests
 
     @contextlib.contextmanager
     def _engine_alone(self) -> Iterator[None]:
@@ -202,12 +229,10 @@ class LLM:
             taken, self._inboxes[request_id] = self._inboxes[request_id], []
         return taken
 
-    def _run(self, encoded: list[Encoded], params: list[SamplingParams]) -> list[RequestOutput]:
-        for (_, ids), each in zip(encoded, params, strict=True):
-            self.engine.check(ids, each)  # all are checked before any is started
-        requests = [self._open(*pair) for pair in zip(encoded, params, strict=True)]
+    def _run(self, requests: list[Request]) -> list[RequestOutput]:
         outputs = {request.request_id: _empty_output(request) for request in requests}
-        unstarted, unfinished = collections.deque(requests), set[str]()
+        urgent_first = sorted(requests, key=lambda request: request.priority)
+        unstarted, unfinished = collections.deque(urgent_first), set[str]()
         try:
             while unstarted or unfinished:
                 # Fed as room appears, so that a list longer than the queue limit is no error here.
@@ -227,10 +252,7 @@ class LLM:
                 self._drop(request_id)
         return list(outputs.values())
 
-    def _stream(self, encoded: Encoded, params: SamplingParams | None) -> Iterator[OutputDelta]:
-        request = self._open(encoded, self._params_for([encoded], params)[0])
-        self.engine.check(encoded[1], request.params)
-
+    def _stream(self, request: Request) -> Iterator[OutputDelta]:
         def deltas() -> Iterator[OutputDelta]:
             while not self._start(request):
                 self._step()
@@ -258,6 +280,14 @@ def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(prompt, (list, tuple)) or not all(isinstance(token, int) for token in prompt):
         raise InvalidRequest(f"a prompt must be a string or a list of token ids, got {prompt!r}", param="prompt")
     return list(prompt)
+
+
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"got {len(value)} values of {name} for {count} prompts; send one, or one per prompt")
+    return list(value)
 
 
 def _is_single(prompts: Any) -> bool:

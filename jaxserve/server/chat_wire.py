@@ -165,8 +165,14 @@ class ChatCompletionRequest(GenerationRequest):
         """
         use = ToolUse.of(self.tools or [], self.tool_choice, self.parallel_tool_calls)
         form = self.form()
-        if form is not None and use.choice != "none":
-            message = f"{form.param} leaves no room for tool calls; send tool_choice 'none', or leave one of them out"
+        is_forced = use.choice in ("required", "named")  # then there is no text that response_format could be about
+        if form is not None and use.choice != "none" and not (is_forced and form.param == "response_format"):
+            message = f"{form.param} and tool_choice both say what the output must look like; send one of them"
+            if not is_forced:
+                message = (
+                    f"{form.param} holds the whole output to its form, so the model could not call a tool where it "
+                    "chooses to; send tool_choice 'none', or leave one of them out"
+                )
             raise InvalidRequest(message, param=form.param, code="invalid_value")
         return use
 

@@ -63,6 +63,10 @@ async def embeddings(request: Request) -> Response:
             "this server makes no embeddings; start it with --is-embedding, best with a model that was trained for them"
         )
         raise InvalidRequest(message, code="no_embeddings")
+    size = engine.embedding_size
+    if body.dimensions not in (None, size):
+        message = f"dimensions must be {size}, what this model has, got {body.dimensions}; leave it out"
+        raise InvalidRequest(message, param="dimensions", code="invalid_value")
     try:
         prompts = await encode_prompts(engine, body.input, body.add_special_tokens is not False)
         prompts = truncated(engine, prompts, body.truncate_prompt_tokens)
@@ -73,10 +77,6 @@ async def embeddings(request: Request) -> Response:
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=settings.embedding_pooling)
     work = _vectors(lifecycle, prompts, params, request.state.request_id)
     vectors = await until_disconnect(request.receive, work)
-    size = len(vectors[0])
-    if body.dimensions not in (None, size):
-        message = f"dimensions must be {size}, what this model has, got {body.dimensions}; leave it out"
-        raise InvalidRequest(message, param="dimensions", code="invalid_value")
     as_base64 = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": index, "embedding": _base64(vector) if as_base64 else vector.tolist()}

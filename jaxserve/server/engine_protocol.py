@@ -37,6 +37,7 @@ class EngineLike(Protocol):
 
     model_name: str
     context_length: int
+    embedding_size: int  # of the vectors it makes of prompts
     fatal: concurrent.futures.Future[None]  # done, with the error, when the process should end
 
     @property

@@ -14,6 +14,7 @@ from jaxserve.core.errors import CapacityError, EngineDead, InvalidRequest, Jaxs
 
 log = logging.getLogger("jaxserve.server")
 
+RESTART_S = 10  # when to retry where only a restart can help
 ErrorBody = dict[str, dict[str, str | None]]
 
 
@@ -56,7 +57,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
         code = "server_overloaded" if isinstance(error, CapacityError) else error.code
         return status, error_body(error.message, status, code=code), {"retry-after": str(error.retry_after_s)}
     if isinstance(error, EngineDead):
-        return 503, error_body(f"the engine has stopped: {error}; restart the server", 503, code="engine_dead"), {}
+        message = f"the engine has stopped: {error}; restart the server"
+        return 503, error_body(message, 503, code="engine_dead"), {"retry-after": str(RESTART_S)}
     if isinstance(error, GenerationFailed):
         return 500, error_body(str(error), 500, code="generation_failed"), {}
     if isinstance(error, HTTPException):

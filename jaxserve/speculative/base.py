@@ -26,7 +26,7 @@ SMALLEST_VERIFY = 4
 
 def refuse_draft_model_settings(config: EngineConfig, why: str) -> None:
     """Raises ConfigError if a setting of draft models is given where it would not be looked at."""
-    for name in ("draft_model_path", "num_steps", "eagle_topk"):
+    for name in ("draft_model_path", "num_steps", "eagle_topk", "token_map"):
         if getattr(config, f"speculative_{name}") is not None:
             flag = f"--speculative-{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is for draft models, and {why}; leave it out")
@@ -75,9 +75,11 @@ class SpeculativeAlgorithm(ABC):
         kv_lookahead: how many tokens behind a page its own KV in that page depends on. None: it cannot work with cached
             pages, as if it writes KV of positions that the step of the target model does not compute.
         context_window: newest tokens ``propose`` looks at; None: all of them.
+        refuses_token_map: why ``--speculative-token-map`` means nothing to it; empty: it takes one.
     """
 
     name: ClassVar[str] = ""
+    refuses_token_map: ClassVar[str] = "it cuts the target's LM head where an EAGLE head uses it"
     context_window: int | None = None
     kv_lookahead: ClassVar[int | None] = 0
 

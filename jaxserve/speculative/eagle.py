@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+import numpy as np
+
 from jaxserve.core.config import EngineConfig
-from jaxserve.core.errors import ModelLoadError
+from jaxserve.core.errors import ConfigError, ModelLoadError
 from jaxserve.models.draft import FINAL
 from jaxserve.models.loading.draft import abstract_draft, default_draft_path, load_draft
 from jaxserve.models.loading.draft_config import trained_steps_of
 from jaxserve.models.loading.draft_files import open_draft_files
+from jaxserve.models.loading.token_map import check_range, read_token_map, with_token_map
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
 from jaxserve.text.tokenizer import Tokenizer
@@ -55,6 +58,35 @@ class EagleAlgorithm(HeadAlgorithm):
 
     name = "EAGLE"
     kv_lookahead = 1  # the entry of a position takes the token behind it
+    refuses_token_map = ""
+
+    @classmethod
+    def settled(cls, config: EngineConfig) -> EngineConfig:
+        path, topk = config.speculative_token_map, config.speculative_eagle_topk or 1
+        if path is not None and read_token_map(path).size < topk:
+            raise ConfigError(
+                f"--speculative-token-map {path}: names {read_token_map(path).size} ids, fewer than "
+                f"--speculative-eagle-topk {topk}, the continuations of each draft"
+            )
+        return super().settled(config)
+
+    def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:
+        ids = self._token_map()
+        super().load(target, tokenizer)
+        self.draft = self.draft if ids is None else with_token_map(self.draft, ids)
+
+    def load_abstract(self, target: LoadedModel) -> None:
+        ids = self._token_map()
+        super().load_abstract(target)
+        self.draft = self.draft if ids is None else with_token_map(self.draft, ids)
+
+    def _token_map(self) -> np.ndarray | None:
+        path = self.context.config.speculative_token_map
+        if path is None:
+            return None
+        ids = read_token_map(path)
+        check_range(path, ids, self.context.vocab_size)
+        return ids
 
 
 class Eagle3Algorithm(HeadAlgorithm):
@@ -63,3 +95,4 @@ class Eagle3Algorithm(HeadAlgorithm):
 
     name = "EAGLE3"
     kv_lookahead = 1
+    refuses_token_map = "EAGLE-3 heads bring the ids they draft with them, in tensor d2t"

@@ -19,7 +19,7 @@ METHODS = {
 }
 KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",
-    "draft_tensor_parallel_size",
+    "draft_tensor_parallel_size", "token_map",
 )  # fmt: skip
 _NAME = "--speculative-config"
 
@@ -66,6 +66,10 @@ def speculative_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if method == "ngram":
             raise ConfigError(f"{_NAME}: ngram drafts without a model; leave out 'model', got {given['model']!r}")
         settings["speculative_draft_model_path"] = given["model"]
+    if "token_map" in given:
+        if not isinstance(given["token_map"], str):
+            raise ConfigError(f"{_NAME}: 'token_map' must be a path, got {given['token_map']!r}")
+        settings["speculative_token_map"] = given["token_map"]
     if "num_speculative_tokens" in given:
         settings["speculative_num_draft_tokens"] = _positive(given, "num_speculative_tokens") + 1
     for key in ("prompt_lookup_max", "prompt_lookup_min"):

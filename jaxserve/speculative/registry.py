@@ -110,7 +110,13 @@ def settled(config: EngineConfig) -> EngineConfig:
     if name is None:
         refuse_draft_model_settings(config, "there is no --speculative-algorithm")
         return config
-    return find_algorithm(name).settled(config)
+    algorithm = find_algorithm(name)
+    if config.speculative_token_map is not None and algorithm.refuses_token_map:
+        raise ConfigError(
+            f"--speculative-token-map {config.speculative_token_map} is not for {algorithm.name or name}: "
+            f"{algorithm.refuses_token_map}; leave it out"
+        )
+    return algorithm.settled(config)
 
 
 def verify_tokens_of(config: EngineConfig) -> tuple[int, ...]:

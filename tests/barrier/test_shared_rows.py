@@ -28,3 +28,17 @@ def test_planning_for_every_slot_needs_no_free_staging_block():
     ring.record(1)
     rows.stream.sync()
     assert np.array_equal(np.asarray(rows.arrays()[0])[0], np.arange(layout.num_slots))
+
+
+def test_bytes_count_from_when_they_are_handed_over():
+    """Whoever counts bytes per launch need not wait for a stream that is behind."""
+    rows = SharedRows(RowLayout(num_slots=4, table_width=8), "cpu", timeout_s=20.0)
+    ring = native_module("cpu").EventRing("owed", 2)
+    rows.stream.wait(ring, ring.reserve())
+    before = rows.bytes_to_device
+    rows.set_lengths(np.array([1, 2], np.int32), np.array([5, 6], np.int32))
+    rows.set_pages(1, 2, [3])
+    assert rows.bytes_to_device - before == 12
+    ring.record(1)
+    rows.stream.sync()
+    assert rows.bytes_to_device - before == 12

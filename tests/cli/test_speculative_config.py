@@ -46,6 +46,10 @@ def parsed(config: object, *flags: str) -> argparse.Namespace:
             {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"},
         ),
         ({"method": "MTP"}, {"speculative_algorithm": "MTP"}),
+        (
+            {"method": "eagle", "token_map": "hot.json"},
+            {"speculative_algorithm": "EAGLE", "speculative_token_map": "hot.json"},
+        ),
     ],
 )
 def test_its_keys_are_fields(config: dict, wanted: dict) -> None:
@@ -78,6 +82,7 @@ def test_flags_may_say_more_and_repeat_but_not_contradict() -> None:
         ({"method": "ngram", "num_speculative_tokens": "4"}, "got '4'"),
         ({"method": "ngram", "model": "head"}, "leave out 'model'"),
         ({"method": "eagle", "model": 3}, "'model' must be a path"),
+        ({"method": "eagle", "token_map": [1]}, "'token_map' must be a path"),
         ({"method": "eagle", "model": "head", "prompt_lookup_max": 4}, "'prompt_lookup_max' is for ngram"),
         ({"method": "ngram", "prompt_lookup_min": 2}, "'prompt_lookup_min' must be 1"),
         ({"method": "eagle", "model": "head", "draft_tensor_parallel_size": 2}, "on one device"),

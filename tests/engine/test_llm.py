@@ -54,6 +54,56 @@ def test_one_parameter_set_or_one_per_prompt(llm, oracle):
             llm.generate([[1], [2]], params)
 
 
+def test_salts_reach_the_cache_by_every_way_in(llm):
+    prompt, conversation = prompt_of(20, seed=5), [{"role": "user", "content": "a new conversation"}]
+
+    def streamed(deltas) -> int:
+        return next(d.cached_tokens for d in deltas if d.finish_reason)
+
+    ways = {
+        "generate": lambda salt: llm.generate(prompt, greedy(3), cache_salt=salt)[0].num_cached_tokens,
+        "stream": lambda salt: streamed(llm.stream(prompt, greedy(3), cache_salt=salt)),
+        "chat": lambda salt: llm.chat(conversation, greedy(3), cache_salt=salt)[0].num_cached_tokens,
+        "chat_stream": lambda salt: streamed(llm.chat_stream(conversation, greedy(3), cache_salt=salt)),
+    }
+    for name, cached in ways.items():
+        found = [cached(salt) for salt in ("a", "a", "b", None, None)]
+        assert [tokens > 0 for tokens in found] == [False, True, False, False, True], name
+        llm.engine.flush_cache()
+    outputs = llm.generate([prompt, prompt], greedy(3), cache_salt=["a", None])
+    outputs += llm.generate([prompt] * 3, greedy(3), cache_salt=["b", None, "a"])
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0, 16, 16]
+
+
+def test_prompts_are_served_in_order_of_priority(tiny):
+    """Those that wait for room in the queue, too; the outputs come in the order of the prompts."""
+    with LLM(str(tiny), **{**SETTINGS, "max_queued_requests": 2, "schedule_policy": "priority"}) as llm:
+        ended, finish = [], llm.engine.scheduler.finish
+
+        def recorded(sequence, reason):
+            ended.append(sequence.request.priority)
+            finish(sequence, reason)
+
+        llm.engine.scheduler.finish = recorded
+        prompts = [prompt_of(6, seed) for seed in range(9)]
+        outputs = llm.generate(prompts, greedy(3), priority=[3, 1, -4, 0, 1, 5, -6, -5, 5])
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        assert ended == [-6, -5, -4, 0, 1, 1, 3, 5, 5]
+        for call in (llm.chat, llm.chat_stream, llm.stream):
+            list(call(prompts[0] if call == llm.stream else [{"role": "user", "content": "x"}], greedy(1), priority=7))
+        assert ended[9:] == [7] * 3
+
+
+def test_a_salt_or_priority_that_would_be_ignored_is_refused(llm):
+    for wrong in ({"priority": 1}, {"priority": "high"}, {"priority": [0, 0]}, {"cache_salt": ""}, {"cache_salt": 5},
+                  {"cache_salt": []}, {"cache_salt": ["a", "b"]}):  # fmt: skip
+        for call in (llm.generate, llm.stream):
+            with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+                call([1, 2], greedy(2), **wrong)
+    with pytest.raises(InvalidRequest, match="cache_salt are arguments"):
+        llm.generate({"prompt": "a", "cache_salt": "b"}, greedy(2))
+
+
 def test_more_prompts_than_the_queue_holds(llm, oracle):
     prompts = [prompt_of(length) for length in range(1, 20)]
     outputs = llm.generate(prompts, greedy(3))

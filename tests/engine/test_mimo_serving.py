@@ -39,7 +39,7 @@ def loaded() -> LoadedModel:
     [
         {"page_size": 1},
         {"page_size": 4, "attention_backend": "xla"},
-        {"page_size": 4, "speculative_algorithm": "NGRAM"},
+        {"page_size": 4, "speculative_algorithm": "NGRAM", "speculative_adaptive": False},
     ],
     ids=str,
 )

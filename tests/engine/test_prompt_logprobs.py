@@ -140,7 +140,9 @@ def test_the_llm_tells_too(checkpoint: Path) -> None:
 
 
 def test_speculation_does_not_change_what_is_told(checkpoint: Path, loaded) -> None:
-    engine = make_engine(checkpoint, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4)
+    engine = make_engine(
+        checkpoint, speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_adaptive=False
+    )
     prompt = list(b"abcabcabcabcabcabcabc")
     request = add(engine, prompt, greedy(8, prompt_logprobs=0))
     found, wanted = run(engine)[request].prompt_logprobs, oracle_logprobs(loaded, prompt)

@@ -148,6 +148,7 @@ def test_offsets_become_target_ids() -> None:
     ],
 )
 def test_a_bad_mapping_is_refused(d2t: Any, t2d: Any, draft_vocab: int, message: str) -> None:
+    """O-29."""
     with pytest.raises(ModelLoadError, match=message):
         target_ids_of(d2t, t2d, draft_vocab, 260)
 

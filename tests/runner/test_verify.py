@@ -10,7 +10,8 @@ from jaxserve.runner.verify import accept, along_path, chain_parents, tree_geome
 
 
 def test_a_tree_written_out():
-    """Nodes: 0 root, 1 a(0), 2 b(0), 3 c(2), 4 d(1); the target says b behind the root, c behind b, e behind c."""
+    """O-30: nodes 0 root, 1 a(0), 2 b(0), 3 c(2), 4 d(1); the target says b behind the root, c behind b, e behind c.
+    Where their KV goes: tests/speculative/test_lossless.py."""
     a, b, c, d, e = range(1, 6)
     parents = np.array([[0, 0, 2, 1]], np.int32)
     geometry = tree_geometry(parents)

@@ -10,7 +10,60 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from jaxserve.bench import serve_client, serve_load
+
+TAKEN_WITHIN_S = 30.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+class PlantedClock:
+    """The clock of a bench, which goes on only when the server says so: however busy the machine, times are exact.
+
+    ``parties`` requests are answered in step: time passes when all of them have come so far, and when the client has
+    taken every event that was sent to it. There must be a multiple of so many requests, and no warm-up.
+    """
+
+    def __init__(self, parties: int):
+        self._parties = parties
+        self._now = 1000.0
+        self._sent = self._taken = 0
+        self._together: asyncio.Barrier | None = None
+
+    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The bench reads this clock from now on."""
+        take = serve_client._take
+
+        def taken(*arguments: Any) -> None:
+            take(*arguments)
+            self._taken += 1
+
+        monkeypatch.setattr(serve_client, "_take", taken)
+        for module in (serve_client, serve_load):
+            monkeypatch.setattr(module, "time", self)
+
+    def perf_counter(self) -> float:
+        """Seconds."""
+        return self._now
+
+    monotonic = process_time = perf_counter
+
+    def event_sent(self) -> None:
+        """The server has sent an event that the client is to take."""
+        self._sent += 1
+
+    async def pass_time(self, seconds: float) -> None:
+        """For each of the requests that are answered in step."""
+        self._together = self._together or asyncio.Barrier(self._parties)
+        async with asyncio.timeout(TAKEN_WITHIN_S):
+            turn = await self._together.wait()
+            while self._taken < self._sent:
+                await asyncio.sleep(0.001)
+            await self._together.wait()
+            if turn == 0:
+                self._now += seconds
+            await self._together.wait()
 
 
 @dataclass
@@ -24,6 +77,8 @@ class Planted:
         statuses: of the requests in turn, 200 for a stream; the last one repeats.
         breaks_after: the connection closes after so many chunks.
         error_after: an error frame after so many chunks.
+        usage_s: from the last chunk to usage and end of the stream.
+        clock: by which times pass; None for the real one.
         open, most_open, bodies: what was seen.
     """
 
@@ -37,6 +92,8 @@ class Planted:
     error_after: int | None = None
     models: bytes = b'{"data":[{"id":"planted"}]}'
     models_status: int = 200
+    usage_s: float = 0.0
+    clock: PlantedClock | None = None
     open: int = 0
     most_open: int = 0
     bodies: list[Any] = field(default_factory=list)
@@ -76,7 +133,7 @@ class Planted:
             self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         tokens = body["max_tokens"]
         for number in range(0, tokens, self.per_chunk):
-            await asyncio.sleep(self.gap_s if number else self.first_s)
+            await self._pass_time(self.gap_s if number else self.first_s)
             if self.breaks_after == number:
                 return
             if self.error_after == number:
@@ -87,6 +144,7 @@ class Planted:
             choice["finish_reason"] = "length" if number + self.per_chunk >= tokens else None
             self._event(writer, {"choices": [choice]})
             await writer.drain()
+        await self._pass_time(self.usage_s)
         if self.usage:
             usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": tokens}
             if self.accepted is not None:
@@ -96,8 +154,15 @@ class Planted:
             self._event(writer, {"choices": [], "usage": usage})
         writer.write(b"data: [DONE]\n\n")
 
-    @staticmethod
-    def _event(writer: asyncio.StreamWriter, chunk: Any) -> None:
+    async def _pass_time(self, seconds: float) -> None:
+        if self.clock is None:
+            await asyncio.sleep(seconds)
+        else:
+            await self.clock.pass_time(seconds)
+
+    def _event(self, writer: asyncio.StreamWriter, chunk: Any) -> None:
+        if self.clock is not None:
+            self.clock.event_sent()
         writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
 

@@ -64,6 +64,7 @@ class ScriptedEngine:
     model_name: str = "scripted"
     served_model_name: str | None = None
     context_length: int = 512
+    embedding_size: int = 8
     logprob: float = -0.5
     aborted: list[str] = field(default_factory=list)
     steps: int = 0

@@ -71,6 +71,13 @@ def test_embeddings_are_refused_where_the_server_makes_none() -> None:
     assert "--is-embedding" in message
 
 
+@pytest.mark.parametrize("dimensions", [0, -1, 7, 9])
+def test_embeddings_of_another_size_are_refused_before_any_work(dimensions: int) -> None:
+    api = Api(ScriptedEngine(embedding_size=8), embedding_pooling="last")
+    answer = api.post("/v1/embeddings", {"input": "a", "dimensions": dimensions})
+    assert "must be 8" in assert_error(answer, 400, param="dimensions") and api.engine.num_generated == 0
+
+
 def test_access_lines_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, ACCESS_LOG):
         Api(ScriptedEngine()).chat()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from api_client import CHAT
 from live_server import connect, eventually, http_post
-from real_server import Served, serving
+from real_server import Refused, Served, serving
 
 CHECKPOINT = Path(__file__).parent.parent / "fixtures" / "gqa"
 
@@ -56,6 +56,17 @@ def test_every_token_has_its_logprob(served: Served) -> None:
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == body["usage"]["completion_tokens"]
     for own, top in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
         assert own == pytest.approx(max(top.values()))  # greedy takes the most likely one
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_a_priority_is_refused_where_nobody_looks(served: Served, path: str) -> None:
+    """Policy fcfs: 0 asks for nothing, all else is an error that names the flag."""
+    fields = CHAT if "chat" in path else {"text": "Hi"} if path == "/generate" else {"prompt": "Hi"}
+    served.post(path, priority=0, **fields)
+    for stream in (False, True):
+        with pytest.raises(Refused, match="--schedule-policy priority") as refused:
+            served.post(path, priority=-1, stream=stream, **fields)
+        assert refused.value.status == 400 and refused.value.error["param"] == "priority"
 
 
 def test_answers_follow_a_schema(served: Served) -> None:

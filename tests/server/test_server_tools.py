@@ -130,11 +130,14 @@ def test_a_call_that_must_be_made_follows_a_schema(choice: Any, script: str, nam
             asked.append(json.loads(params.structured_outputs.json))
 
     api = Api(Watched(script=script))  # needs no parser
-    for message in answers(api, tools=TOOLS, tool_choice=choice):
+    about_text = {"type": "json_object"}  # and there will be none
+    plain = answers(api, tools=TOOLS, tool_choice=choice)
+    for message in plain + answers(api, tools=TOOLS, tool_choice=choice, response_format=about_text):
         assert message["content"] is None and message["finish_reason"] == "tool_calls"
         assert message["tool_calls"] == [
             {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
         ]
+    assert len(asked) == 4 and asked == asked[:1] * 4
     if choice == "required":
         assert asked[0]["type"] == "array" and len(asked[0]["items"]["anyOf"]) == 2 and "maxItems" not in asked[0]
         api.chat(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
@@ -187,6 +190,8 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+    ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "jsn"}}, "response_format"),
 ]
 
 

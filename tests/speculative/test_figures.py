@@ -110,6 +110,7 @@ def scripted(tiny_model, loaded, monkeypatch, held, num_draft_tokens):
 
 
 def test_figures_written_out():
+    """O-32."""
     figures = SpeculationFigures()
     for accepted in (3, 1, 0, 2):
         figures.verified(VerifiedRow(3, accepted), 3)
@@ -144,7 +145,7 @@ def test_counts_add_up():
 
 
 def test_four_steps(tiny_model, loaded, monkeypatch):
-    """k = 3, of which 3, 1, 0 and 2 hold."""
+    """O-32: k = 3, of which 3, 1, 0 and 2 hold."""
     engine = scripted(tiny_model, loaded, monkeypatch, [3, 1, 0, 2], num_draft_tokens=4)
     output = serve(engine, PROMPT, max_tokens=12)  # 12: with 11 the last row would have no room for three drafts
     figures, counts = engine.scheduler.speculation.figures, output.speculation
@@ -162,7 +163,7 @@ def test_four_steps(tiny_model, loaded, monkeypatch):
 
 
 def test_an_end_within_the_drafts(tiny_model, loaded, monkeypatch):
-    """Five drafts hold, and the third is the end: raw figures say five, those of the output three."""
+    """O-32: five drafts hold, and the third is the end: raw figures say five, those of the output three."""
     engine = scripted(tiny_model, loaded, monkeypatch, [5], num_draft_tokens=6)
     answer = Prophet.answers[0][len(PROMPT) :]
     assert answer[3] not in answer[:3]

@@ -326,6 +326,53 @@ def test_drafts_behind_cached_pages_equal_a_full_recomputation(algorithm, tiny_m
         engine.close()
 
 
+def kv_behind(engine: Engine, begin: list[int]) -> tuple[int, dict[str, np.ndarray]]:
+    """Cached tokens of a prompt that parts from an earlier one behind ``begin``; and of its positions, and some of its
+    output, the KV in each pool, [position, layers, 2, heads, D]. The cache is empty afterwards."""
+    prompts = {"first": (*begin, 7, 8), "second": (*begin, 100, 9, 10)}
+    for name, prompt in prompts.items():
+        while engine.has_work:
+            engine.step()
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
+    [sequence] = engine._requests["second"]
+    while len(sequence.token_ids) < len(prompts["second"]) + 5:
+        engine.step()
+    worker, known = engine.parts.worker, np.arange(len(prompts["second"]) + 3)
+    pages, offsets = np.array(sequence.page_ids)[known // 4], known % 4
+    runners = {"target": worker.model_runner, "draft": worker.draft_runner.runner}
+    kept = {name: np.asarray(runner.pool.data)[:, :, :, pages, offsets] for name, runner in runners.items()}
+    while engine.has_work:
+        engine.step()
+    engine.flush_cache()
+    return sequence.num_cached_tokens or 0, {name: np.moveaxis(kv, 3, 0) for name, kv in kept.items()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_model, heads):
+    """Position by position, in both pools. With a lookahead too short the comparison finds the one position whose entry
+    depends on the token behind its page."""
+    begin, found = workload()[1][0][:12], {}
+    needs_lookahead = algorithm.startswith("EAGLE")
+    for off in (True, False):
+        engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, disable_radix_cache=off)
+        try:
+            found["no cache" if off else "cache"] = kv_behind(engine, begin)
+            if needs_lookahead and not off:
+                engine.scheduler.memory.cache.lookahead = 0
+                found["no lookahead"] = kv_behind(engine, begin)
+        finally:
+            engine.close()
+
+    def wrong(way: str, pool: str) -> list[int]:
+        pairs = zip(found[way][1][pool], found["no cache"][1][pool], strict=True)
+        return [position for position, (kv, right) in enumerate(pairs) if not np.allclose(kv, right, rtol=0, atol=1e-4)]
+
+    assert [cached for cached, _ in found.values()] == [0, *([8, 12] if needs_lookahead else [12])]
+    assert wrong("cache", "target") == wrong("cache", "draft") == []
+    if needs_lookahead:
+        assert wrong("no lookahead", "target") == [] and wrong("no lookahead", "draft")[:1] == [11]
+
+
 def recomputed_tree(
     oracle: Oracle, token_ids: list[int], topk: int, num_steps: int, count: int
 ) -> set[tuple[int, ...]]:

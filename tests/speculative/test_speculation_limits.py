@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 from drafters import Prophet
 from harness import make_engine, run, workload
-from oracle import greedy_full_recompute
+from oracle import full_recompute_logits, greedy_full_recompute
+from tiny import BYTE_VOCAB, write_kinds
 
+from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.request import OutputDelta, Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.models.loading.checkpoint import open_checkpoint
 from jaxserve.models.loading.weights import load_model
+from jaxserve.speculative.trees import depths_of
 
 SPECULATIVE = {"speculative_algorithm": "LIVE-PROPHET", "speculative_adaptive": False}
 
@@ -42,11 +45,15 @@ def knowing(monkeypatch):
     return know
 
 
-def serve(engine: Engine, prompt: list[int], tag: str, **params) -> list[OutputDelta]:
+def serve(
+    engine: Engine, prompt: list[int], tag: str, others: list[OutputDelta] | None = None, **params
+) -> list[OutputDelta]:
+    """Deltas of a request; those of requests that wait already go to ``others``."""
     engine.add(Request(tag, tuple(prompt), SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **params})))
     deltas = []
     while engine.has_work:
-        deltas += [delta for delta in engine.step() if delta.request_id == tag]
+        for delta in engine.step():
+            (deltas if delta.request_id == tag or others is None else others).append(delta)
     engine.scheduler.check_integrity()
     assert engine.scheduler.memory.num_available == engine.scheduler.pool.num_usable
     return deltas
@@ -178,3 +185,102 @@ def test_a_prompt_is_observed_once_and_whole(tiny_model, prophets, disable_overl
     assert seen == prompt + tokens
     assert not engine.scheduler.speculation._observed
     engine.close()
+
+
+# -- the same with NGRAM -----------------------------------------------------------------------------------------------
+
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_adaptive": False, "speculative_ngram_capacity": 10_000}
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def kinds_of(deltas: list[OutputDelta]) -> list[str]:
+    """How each token came to be: a draft that held, the model's own behind one that failed, or behind all of them."""
+    kinds: list[str] = []
+    num_drafted = 0
+    for delta in deltas:  # one token each; the one that no draft brought is the last of its step
+        drafted = delta.speculation.num_drafted - num_drafted
+        held = next((i for i, kind in enumerate(reversed(kinds)) if kind != "accepted"), len(kinds))
+        own = "plain" if not drafted else "bonus" if held == drafted else "replaced"
+        kinds += ["accepted" if any(delta.from_drafts) else own]
+        num_drafted += drafted
+    return kinds
+
+
+@pytest.mark.parametrize("name", ["TINY", "MARKOV"])
+def test_logprobs_of_accepted_replaced_and_bonus_tokens(name, tiny_model, loaded, tmp_path):
+    """O-11. The first answer teaches the trie, so the second is made of drafts."""
+    prompt = list(b"abcabcabcabcabc")
+    kinds, table = np.zeros(BYTE_VOCAB, int), np.random.default_rng(4).normal(0, 1, (7, BYTE_VOCAB))
+    for kind, (token, following) in enumerate(zip(b"abcdef", b"dcaefb", strict=True), 1):  # not "b" behind "a"
+        kinds[token], table[kind, following] = kind, 6.0
+    engine = make_engine(tiny_model if name == "TINY" else write_kinds(tmp_path, kinds, table), **NGRAM)
+    seen: list[str] = []
+    try:
+        for _ in range(2):
+            deltas = serve(engine, prompt, "r", max_tokens=24, logprobs=1)
+            known = prompt + tokens_of(deltas)
+            logits = full_recompute_logits(loaded, known) if name == "TINY" else table[kinds[known]]
+            right = log_softmax(logits[len(prompt) - 1 : -1])
+            assert tokens_of(deltas) == right.argmax(-1).tolist()
+            said = [each for delta in deltas for each in delta.logprobs]
+            assert len(said) == 24
+            for each, row in zip(said, right, strict=True):
+                assert each.token_id == row.argmax() and abs(each.logprob - row.max()) < 1e-4
+                assert [token for token, _ in each.top] == [each.token_id]
+            seen += kinds_of(deltas)
+    finally:
+        engine.close()
+    assert set(seen) == {"plain", "accepted", "bonus"} | ({"replaced"} if name == "MARKOV" else set())
+    assert seen.count("accepted") > 16
+
+
+def watch_writes(engine: Engine) -> dict[str, int]:
+    """Looks at every launch: draft ids, and which pages change. Counts drafts, and the furthest position computed."""
+    runner, rows, worker = engine.parts.worker.model_runner, engine.scheduler.rows, engine.parts.worker
+    execute, found = worker.execute, {"drafts": 0, "furthest": 0}
+
+    def watched(batch, *arguments):
+        before = np.array(runner.pool.data)
+        for slot in batch.slots if batch.mode is ForwardMode.TARGET_VERIFY else ():
+            parents = rows.mirror("draft_parents")[slot, : batch.queries - 1]
+            parents = parents[parents >= 0].tolist()
+            drafts = rows.mirror("draft_tokens")[slot, : len(parents)]
+            assert all(0 <= token < BYTE_VOCAB for token in drafts)
+            last = int(rows.mirror("lengths")[slot, 0]) + max(depths_of(parents), default=0)
+            found["drafts"] += len(parents)
+            found["furthest"] = max(found["furthest"], last)
+        launch = execute(batch, *arguments)
+        changed = np.flatnonzero((np.asarray(runner.pool.data) != before).any(axis=(0, 1, 2, 4, 5)))
+        own = {0, *(page for sequence in batch.owners for page in sequence.page_ids)}
+        assert set(changed.tolist()) <= own, "a page of another request, or of nobody, was written"
+        return launch
+
+    worker.execute = watched
+    return found
+
+
+def test_ngram_does_not_draft_past_a_limit(tiny_model, loaded):
+    """O-28. Each prompt is first served with all the room there is: NGRAM then has drafts beyond every later limit."""
+    engine = make_engine(tiny_model, context_length=64, disable_overlap_schedule=True, **NGRAM)
+    found = watch_writes(engine)
+    neighbour = list(b"someone else")
+    right = greedy_full_recompute(loaded, neighbour, 40)
+    prompts = [(list(b"abc" * 20), 4), (list(b"abc" * 6 + b"ab"), 6), ([5, 9], 6), (list(range(255, BYTE_VOCAB)), 6)]
+    try:
+        for prompt, most in prompts:
+            answer = greedy_full_recompute(loaded, prompt, 64 - len(prompt))
+            assert tokens_of(serve(engine, prompt, "all", max_tokens=None)) == answer
+            for max_tokens in range(1, most + 1):
+                other: list[OutputDelta] = []
+                engine.add(Request("n", tuple(neighbour), SamplingParams(max_tokens=40, temperature=0.0)))
+                deltas = serve(engine, prompt, "r", others=other, max_tokens=max_tokens)
+                assert tokens_of(deltas) == answer[:max_tokens] and deltas[-1].finish_reason == "length"
+                assert tokens_of(other) == right
+        assert found["drafts"] > 300 and found["furthest"] == 62  # a last token is not computed
+        assert engine.scheduler.speculation.figures.num_accepted > 200
+    finally:
+        engine.close()
