@@ -66,9 +66,10 @@ def make_engine(model: Path, **overrides: Any) -> Engine:
 
 
 def change_sizes(monkeypatch: Any, engine: Engine) -> list[int]:
-    """Makes steps of every size there is, in any order; returns the list they are noted in."""
+    """Makes steps of every size there is, most of the largest, in any order; returns the list they are noted in."""
     speculation, random, chosen = engine.scheduler.speculation, np.random.default_rng(3), []
     sizes = list(speculation.algorithm.verify_tokens(engine.config))
+    sizes += 2 * sizes[-1:]
 
     def queries_for(sequences: list[Any]) -> int:
         if len(chosen) % len(sizes) == 0:

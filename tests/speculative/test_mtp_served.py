@@ -285,7 +285,8 @@ def test_what_is_refused(settings, message, mimo):
 def test_what_a_layer_reads_of_shared_rows_ends_with_its_marker(mimo):
     """Of the last layer's programs: proven in what XLA made of them."""
     few = {"prefill_token_buckets": (16,), "chunked_prefill_size": 16, "max_running_requests": 2, "context_length": 64}
-    found = ConfigurationPrograms(EngineConfig(model=str(mimo), speculative_algorithm="MTP", page_size=4, **few))
+    paced = {"speculative_algorithm": "MTP", "speculative_adaptive": False, "page_size": 4}
+    found = ConfigurationPrograms(EngineConfig(model=str(mimo), **paced, **few))
     programs = [program for program in found.programs() if program.key.shape.mode is ForwardMode.DRAFT_EXTEND]
     assert len(programs) == 2 * NUM_LAYERS  # batches of 1 and 2
     report = found.report(programs[-1])
