@@ -76,7 +76,7 @@ def test_nothing_is_told_without_speculation() -> None:
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "NGRAM": {"speculative_adaptive": False, "speculative_ngram_capacity": 10_000},
-    "EAGLE3": {"speculative_num_steps": 3},
+    "EAGLE3": {"speculative_num_steps": 3, "speculative_adaptive": False},
 }
 
 
