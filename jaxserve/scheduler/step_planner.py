@@ -71,6 +71,8 @@ class StepPlanner:
         sequence.num_scheduled += len(chunk)
         last = not sequence.prefilling
         sequence.num_in_flight += last
+        if self.speculation is not None:
+            sequence.num_drafts = self.speculation.num_relayed
         self._decode_next = True
         self._shortest_next = not self._shortest_next
         history = None
@@ -148,14 +150,17 @@ class StepPlanner:
         self._decode_next = False
         if not ready:
             return None
+        # No mask fits drafts nobody here knows.
+        drafted = np.array([0 if s.constraint is not None else min(s.num_drafts, queries - 1) for s in ready], np.int32)
         for sequence in ready:
             sequence.num_scheduled += queries
             sequence.num_in_flight += 1
+            sequence.num_drafts = queries - 1
         return StepBatch(
             self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), np.array([s.slot for s in ready], np.int32),
             max(min(s.num_scheduled, s.max_total) for s in ready), queries=queries,
-            num_drafted=len(ready) * (queries - 1), masks=self._masks(ready),
-            undrafted=np.array([s.constraint is not None for s in ready]),  # no mask fits drafts nobody here knows
+            num_drafted=int(drafted.sum()), drafted=drafted, masks=self._masks(ready),
+            undrafted=np.array([s.constraint is not None for s in ready]),
         )  # fmt: skip
 
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
