@@ -55,7 +55,7 @@ class Sequence:
         num_drafts: drafts behind its newest token that the steps planned so far leave on the device.
         num_preemptions: how often its pages were taken away.
         arrival: number among all sequences, in order of arrival.
-        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted;
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache before it was first preempted;
             None until then, and where the cache is off.
         prompt_results: what it wanted to know of its prompt, as far as that is known.
     """

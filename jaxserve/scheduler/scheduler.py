@@ -91,6 +91,9 @@ class Scheduler:
         launch = self.worker.execute(batch, self.rows.publish(), wants_logprobs)
         try:
             self._apply_war_barrier(launch)
+            if batch.mode is ForwardMode.EXTEND:
+                for sequence in batch.owners:
+                    self.memory.share(sequence)
             self._retire(batch.owners)
         except BaseException:
             # Nobody will know of the launch. It reads the rows, which whoever recovers is about to write.

@@ -62,6 +62,7 @@ class StepPlanner:
         return [s for s in self.residency.running if not s.prefilling and not s.fully_planned]
 
     def _plan_prefill(self, sequence: Sequence) -> StepBatch[Sequence]:
+        self.residency.reuse(sequence)
         start = sequence.num_scheduled
         chunk = sequence.token_ids[start : min(start + self.chunk_size, sequence.prefill_len)]
         assert sequence.slot is not None

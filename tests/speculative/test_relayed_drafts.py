@@ -334,12 +334,16 @@ def test_drafts_behind_cached_pages_equal_a_full_recomputation(algorithm, tiny_m
         engine.close()
 
 
-def kv_behind(engine: Engine, begin: list[int]) -> tuple[int, dict[str, np.ndarray]]:
+def kv_behind(engine: Engine, begin: list[int], together: bool = False) -> tuple[int, dict[str, np.ndarray]]:
     """Cached tokens of a prompt that parts from an earlier one behind ``begin``; and of its positions, and some of its
-    output, the KV in each pool, [position, layers, 2, heads, D]. The cache is empty afterwards."""
+    output, the KV in each pool, [position, layers, 2, heads, D]. The cache is empty afterwards.
+
+    Args:
+        together: both arrive at once, so it hits what the other computes meanwhile.
+    """
     prompts = {"first": (*begin, 7, 8), "second": (*begin, 100, 9, 10)}
     for name, prompt in prompts.items():
-        while engine.has_work:
+        while engine.has_work and not together:
             engine.step()
         engine.add(Request(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
     [sequence] = engine._requests["second"]
@@ -365,6 +369,8 @@ def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_mode
         engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, disable_radix_cache=off)
         try:
             found["no cache" if off else "cache"] = kv_behind(engine, begin)
+            if not off:
+                found["together"] = kv_behind(engine, begin, together=True)
             if needs_lookahead and not off:
                 engine.scheduler.memory.cache.lookahead = 0
                 found["no lookahead"] = kv_behind(engine, begin)
@@ -375,8 +381,9 @@ def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_mode
         pairs = zip(found[way][1][pool], found["no cache"][1][pool], strict=True)
         return [position for position, (kv, right) in enumerate(pairs) if not np.allclose(kv, right, rtol=0, atol=1e-4)]
 
-    assert [cached for cached, _ in found.values()] == [0, *([8, 12] if needs_lookahead else [12])]
-    assert wrong("cache", "target") == wrong("cache", "draft") == []
+    assert [cached for cached, _ in found.values()] == [0, *([8, 8, 12] if needs_lookahead else [12, 12])]
+    for way in ("cache", "together"):
+        assert wrong(way, "target") == wrong(way, "draft") == []
     if needs_lookahead:
         assert wrong("no lookahead", "target") == [] and wrong("no lookahead", "draft")[:1] == [11]
 
