@@ -176,8 +176,7 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         device's memory outside of XLA's pool in the first run; null where unknown), ``graph_updates`` (null: XLA does
         not say); ``roofline`` (share of the bandwidth); ``distinct_tokens`` and ``tokens_hash``.
     """
-    random = np.random.default_rng(comparison.seed + batch)
-    prompts = random.integers(0, NUM_WORDS, (batch, comparison.prompt_tokens)).tolist()
+    prompts = prompts_of(comparison, batch)
     cache = engine.parts.worker.step_runner.steps
     compiled_before, memory_before = cache.compile_seconds, _foreign_mib()
     begin = time.perf_counter()
@@ -213,6 +212,12 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         "distinct_tokens": len({token for one in first.tokens for token in one}),
         "tokens_hash": hashlib.sha256(repr(first.tokens).encode()).hexdigest()[:16],
     }  # fmt: skip
+
+
+def prompts_of(comparison: Comparison, batch: int) -> list[list[int]]:
+    """The prompts that decode together in a batch of this size."""
+    random = np.random.default_rng(comparison.seed + batch)
+    return random.integers(0, NUM_WORDS, (batch, comparison.prompt_tokens)).tolist()
 
 
 def _held_up(runs: list[Stepped]) -> list[float] | None:

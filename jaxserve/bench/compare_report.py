@@ -34,11 +34,17 @@ def _row(cell: dict[str, Any]) -> list[str]:
     way = cell["way"] if cell["mode"] in cell["way"] else f"{cell['way']} ({cell['mode']})"
     return [
         cell["model"], str(cell["batch"]), way, f"{median(cell['step_ms']):.2f}",
-        f"{np.percentile(cell['step_ms'], 99):.2f}", f"{median(cell['host_ms']):.2f}", f"{cell['tokens_per_s']:.0f}",
-        f"{100 * cell['roofline']:.0f} %", str(cell["operations"]), _times(cell["held_up_fine_ms"]),
-        _times(cell["held_up_coarse_ms"]), f"{median(cell['coarse_step_ms']):.2f}",
-        ABSENT if cell["graph_mib"] is None else f"{cell['graph_mib']:.0f}", f"{cell['compile_s']:.1f}",
+        f"{np.percentile(cell['step_ms'], 99):.2f}", _number(cell["host_ms"], 2), f"{cell['tokens_per_s']:.0f}",
+        f"{100 * cell['roofline']:.0f} %", _number(cell["operations"], 0), _times(cell["held_up_fine_ms"]),
+        _times(cell["held_up_coarse_ms"]), _number(cell["coarse_step_ms"], 2), _number(cell["graph_mib"], 0),
+        f"{cell['compile_s']:.1f}",
     ]  # fmt: skip
+
+
+def _number(value: list[float] | float | None, digits: int) -> str:
+    if value is None:
+        return ABSENT
+    return f"{median(value) if isinstance(value, list) else value:.{digits}f}"
 
 
 def _times(values: list[float] | None) -> str:

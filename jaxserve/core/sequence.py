@@ -52,9 +52,10 @@ class Sequence:
         is_counted: whether the device knows which tokens it holds, or need not.
         constraint: what its output may say, as of the committed tokens; None: anything.
         awaits_verify: a verify step is in flight, so it is not known how many tokens it has.
+        num_drafts: drafts behind its newest token that the steps planned so far leave on the device.
         num_preemptions: how often its pages were taken away.
         arrival: number among all sequences, in order of arrival.
-        num_cached_tokens: prompt tokens whose KV was found in the prefix cache when it was first admitted;
+        num_cached_tokens: prompt tokens whose KV was found in the prefix cache before it was first preempted;
             None until then, and where the cache is off.
         prompt_results: what it wanted to know of its prompt, as far as that is known.
     """
@@ -74,6 +75,7 @@ class Sequence:
     arrival: int = 0
     num_cached_tokens: int | None = None
     awaits_verify: bool = False
+    num_drafts: int = 0
     is_counted: bool = True
     constraint: TokenConstraint | None = None
     finish_reason: FinishReason | None = None

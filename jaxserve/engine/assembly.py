@@ -35,7 +35,7 @@ from jaxserve.scheduler.prefix_cache import PrefixCache
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.war_barrier import WarBarrier
 from jaxserve.speculative.base import AlgorithmContext, SpeculativeAlgorithm
-from jaxserve.speculative.registry import make_algorithm
+from jaxserve.speculative.registry import make_algorithm, verify_tokens_of
 from jaxserve.speculative.speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def assemble(
         raise ConfigError(
             f"--context-length {context_length} exceeds the model's {model_config.max_position_embeddings}; lower it"
         )
-    buckets = make_buckets(config, context_length, backend.width_buckets)
+    buckets = make_buckets(config, context_length, backend.width_buckets, verify_tokens_of(config))
 
     progress(f"loading {checkpoint.name} ({dtype}, {platform})")
     if config.load_format == "dummy":

@@ -44,6 +44,7 @@ class StepBatch(Generic[Owner]):
         tokens: int32[1, n] prompt tokens of EXTEND, else None.
         queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
         num_drafted: drafts of all rows of TARGET_VERIFY together.
+        drafted: of TARGET_VERIFY whose drafts never pass the host, how many each row has: int32[B].
         history: of EXTEND, the tokens that penalties of the sequence count, when they are to be counted anew.
         masks: ids each row may choose, see ``runner.logit_controls.TokenMasks``: uint32[B, Q, words], of EXTEND
             uint32[1, 1, words]; None when all rows are free.
@@ -63,6 +64,7 @@ class StepBatch(Generic[Owner]):
     tokens: np.ndarray | None = None
     queries: int = 1
     num_drafted: int = 0
+    drafted: np.ndarray | None = None
     history: History | None = None
     masks: np.ndarray | None = None
     undrafted: np.ndarray | None = None

@@ -15,7 +15,17 @@ import jax.numpy as jnp
 from jaxserve.attention.base import AttentionBackend, StepMetadata, Tree
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.core.forward_mode import ForwardMode
-from jaxserve.runner.draft_program import DraftOutputs, DraftPass, DraftTask, choose, end_of, ids_of, planned, read_sign
+from jaxserve.runner.draft_program import (
+    DraftOutputs,
+    DraftPass,
+    DraftTask,
+    choose,
+    end_of,
+    ids_of,
+    padded,
+    planned,
+    read_sign,
+)
 from jaxserve.runner.handover import Handover
 from jaxserve.runner.step_program import HostInputs, ProgramKey
 
@@ -31,7 +41,7 @@ def make_block_draft_program(
 
     The block is the newest token and a mask token for each draft. Row j predicts the token at its own position.
     """
-    batch = key.shape.batch
+    batch, depth = key.shape.batch, task.depth(key.shape)
 
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: None, handover: Handover) -> DraftOutputs:  # fmt: skip
@@ -51,11 +61,11 @@ def make_block_draft_program(
         by_slot = by_slot.at[rows.slots].set(rows.block_tables)
         forward = DraftPass(key, backend, model, windows, rows, metadata, by_slot, None)
         hidden, _, _ = forward(pool, lengths, block, tree=tree)
-        drafts = []
-        for row in range(1, size):
-            logits = model.logits(hidden[:, row])
-            drafts.append(choose(logits, rows, lengths + row, task, ids_of(model), key.is_greedy))
-        chosen = jnp.stack(drafts, 1)
+        drafts = [
+            choose(model.logits(hidden[:, row]), rows, lengths + row, task, ids_of(model), key.is_greedy)
+            for row in range(1, depth + 1)
+        ]  # the pass is the whole block's: a shorter one is not what the head was trained on
+        chosen = padded(drafts, task.num_drafts, batch)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)
         end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], None)

@@ -10,7 +10,6 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, powers_of_two
 
 SMALLEST_PREFILL = 16
-SMALLEST_VERIFY = 4
 SMALLEST_WIDTH = 256  # tokens
 WIDTH_FACTOR = 4  # between neighbouring widths
 
@@ -46,17 +45,18 @@ class Buckets:
         return sizes
 
 
-def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool) -> Buckets:
-    """Buckets for a configuration; ``width_buckets`` false gives one width, the whole context.
+def make_buckets(
+    config: EngineConfig, context_length: int, width_buckets: bool, verify_tokens: tuple[int, ...] = ()
+) -> Buckets:
+    """Buckets for a configuration.
+
+    Args:
+        width_buckets: false gives one width, the whole context.
+        verify_tokens: see ``Buckets``.
 
     Raises:
         ConfigError: a bucket beyond the limit it serves.
     """
-    verify: tuple[int, ...] = ()
-    if config.speculative_algorithm is not None:
-        most = config.speculative_num_draft_tokens
-        assert most is not None, "the algorithm fills in what is not set"
-        verify = powers_of_two(most, min(SMALLEST_VERIFY, most)) if config.speculative_adaptive else (most,)
     chunk = min(config.chunked_prefill_size, context_length)
     prefill = config.prefill_token_buckets or powers_of_two(chunk, min(SMALLEST_PREFILL, chunk))
     decode = config.decode_batch_buckets or powers_of_two(config.max_running_requests)
@@ -73,4 +73,4 @@ def make_buckets(config: EngineConfig, context_length: int, width_buckets: bool)
         while size < context_length:
             widths.append(size)
             size *= WIDTH_FACTOR
-    return Buckets(decode, prefill, tuple(sorted(widths)), verify)
+    return Buckets(decode, prefill, tuple(sorted(widths)), verify_tokens)

@@ -51,7 +51,7 @@ class DraftTask:
     """What draft programs are compiled for.
 
     Attributes:
-        num_drafts: drafts per row.
+        num_drafts: drafts per row, at most: behind a prompt. See ``depth``.
         uses_features: whether the draft model builds on what the target model computed; else it is a model of its own.
         vocab_size: of the target model.
         num_ids: ids below it may be drafted.
@@ -72,6 +72,14 @@ class DraftTask:
     def relay_width(self) -> int:
         """Columns of the relay: drafts, and in a tree the parents of each."""
         return self.num_drafts * (1 if self.topk == 1 else 2)
+
+    def depth(self, shape: StepShape) -> int:
+        """Drafts in a row that a program of this shape makes: as many as the step before it verified, for as many will
+        most likely be verified next. None behind a step without drafts, where only KV is computed."""
+        most = self.num_drafts if self.topk == 1 else self.num_steps
+        if shape.mode is ForwardMode.EXTEND:
+            return most
+        return min(most, shape.queries - 1)
 
     @property
     def extra_entries(self) -> int:
@@ -95,7 +103,8 @@ class DraftOutputs(NamedTuple):
 
     Attributes:
         pool: the draft model's.
-        relay: its relay: int32[slots + 1, D], drafts behind the newest token of every slot; or what holds them.
+        relay: its relay: int32[slots + 1, D], drafts behind the newest token of every slot, -1 where there is none; or
+            what holds them.
         drafts: int32[B, D], this launch's.
     """
 
@@ -260,26 +269,33 @@ def end_of(key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.
 
 def chain_from(
     forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
-    position: jax.Array, task: DraftTask,
+    position: jax.Array, task: DraftTask, depth: int,
 ) -> jax.Array:  # fmt: skip
-    """Drafts one after the other, int32[B, D].
+    """Drafts one after the other, int32[B, D], -1 behind the last.
 
     Args:
+        depth: how many to make.
         state: [B, H], the draft model's state at the newest token.
         lengths: int32[B], entries of the draft model before the first draft.
         position: int32[B], where the first draft will stand.
     """
     drafts: list[jax.Array] = []
     states: list[jax.Array] = []
-    for depth in range(task.num_drafts):
-        drafts.append(choose(model.logits(state), rows, position + depth, task, ids_of(model), forward.key.is_greedy))
-        if depth + 1 == task.num_drafts:
+    for place in range(depth):
+        drafts.append(choose(model.logits(state), rows, position + place, task, ids_of(model), forward.key.is_greedy))
+        if place + 1 == depth:
             break
         states.append(state)
         features = jnp.stack(states, 1) if task.uses_features else None
         hidden, _, _ = forward(pool, lengths, jnp.stack(drafts, 1), features)
         state = hidden[:, -1]
-    return jnp.stack(drafts, 1)
+    return padded(drafts, task.num_drafts, state.shape[0])
+
+
+def padded(drafts: list[jax.Array], width: int, batch: int) -> jax.Array:
+    """Drafts int32[B] each, side by side, -1 behind them: int32[B, width]."""
+    missing = jnp.full((batch, width - len(drafts)), -1, jnp.int32)
+    return jnp.concatenate([*(draft[:, None] for draft in drafts), missing], 1)
 
 
 def make_draft_program(
@@ -299,6 +315,8 @@ def make_draft_program(
         drafts_from: what is drafted, see ``chain_from``: a row of the relay for each row of the batch.
     """
 
+    depth = task.depth(key.shape)
+
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
         rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
@@ -310,7 +328,7 @@ def make_draft_program(
         lengths, counts = task.span(handover)
         state, pool = forward.extend(pool, lengths, counts, tokens, features)
         position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
-        chosen = drafts_from(forward, model, pool, rows, state, lengths + counts, position, task)
+        chosen = drafts_from(forward, model, pool, rows, state, lengths + counts, position, task, depth)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)
         end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)

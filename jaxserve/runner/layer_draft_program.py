@@ -45,7 +45,7 @@ class LayerRelay(NamedTuple):
     """What a launch of layer n leaves by slot.
 
     Attributes:
-        drafts: int32[slots + 1, n + 1], of this layer and those before it.
+        drafts: int32[slots + 1, n + 1], of this layer and those before it; -1 where there is none.
         tail: [slots + 1, n, F], features of the last n positions; fewer, and those last, while a sequence has not as
             many. None in layer 0.
     """
@@ -72,7 +72,8 @@ def whole_entries(task: DraftTask, handover: Handover, tail: jax.Array) -> tuple
     """
     assert handover.features is not None and handover.drafts is not None
     known = jnp.concatenate([tail, handover.features], 1)  # of positions L - n and up
-    tokens = put_behind(handover.tokens, handover.counts, handover.drafts)
+    # Where nothing was drafted any token will do: what is computed from it is computed again by the next launch.
+    tokens = put_behind(handover.tokens, handover.counts, jnp.maximum(handover.drafts, 0))
     last = handover.counts[:, None] + jnp.arange(task.layer, dtype=jnp.int32)  # N - n .. N - 1
     next_tail = jnp.take_along_axis(known, last[:, :, None], 1)
     # Entries before the sequence come first; the others move there.
@@ -108,7 +109,10 @@ def make_layer_draft_program(
         state, pool = forward.extend(pool, start, counts, tokens, features)
 
         position = handover.lengths + handover.counts + 1 + task.layer
-        drafts = choose(model.logits(state), rows, position, task, ids_of(model), key.is_greedy)[:, None]
+        if task.layer < task.depth(key.shape):
+            drafts = choose(model.logits(state), rows, position, task, ids_of(model), key.is_greedy)[:, None]
+        else:
+            drafts = jnp.full((state.shape[0], 1), -1, jnp.int32)
         if handover.drafts is not None:
             drafts = jnp.concatenate([handover.drafts, drafts], 1)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots

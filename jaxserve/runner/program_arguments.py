@@ -62,11 +62,14 @@ def _rows(batch: int, width: int, num_drafts: int) -> StepRows:
     return StepRows(_ints(batch), _ints(batch, width), _ints(batch), floats, ints, *bias, *drafts)
 
 
-def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout, vocab_size: int) -> tuple:
+def step_arguments(
+    key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv: KVLayout, vocab_size: int, num_drafts: int = 0
+) -> tuple:
     """(leaves, pool, relay, ticket, tables, inputs, private, drafted) of a step program; see ``make_step_program``.
 
     Args:
         leaves: weights, or anything with their shapes and dtypes.
+        num_drafts: drafts a row of a draft model's relay holds; parents beside them are not counted.
     """
     rows = layout.num_slots + 1
     ticket, tables, inputs = _common_arguments(key, layout)
@@ -74,7 +77,7 @@ def step_arguments(key: ProgramKey, layout: RowLayout, leaves: Sequence[Any], kv
         inputs = inputs._replace(masks=_mask_arguments(key, vocab_size))
     relay = Relay(_ints(rows), _ints(rows, vocab_size), _ints(rows) if key.hands_over else None)
     is_relayed = key.drafts is not None and key.drafts.is_relayed
-    width = (key.shape.queries - 1) * (2 if key.drafts is not None and key.drafts.is_tree else 1)
+    width = num_drafts * (2 if key.drafts is not None and key.drafts.is_tree else 1)
     drafted = _ints(rows, width) if is_relayed else None
     return _abstract(leaves), _pool(kv), relay, ticket, tables, inputs, _private_arguments(key), drafted
 

@@ -227,12 +227,16 @@ def read_drafts(
 
 
 def relayed_drafts(key: ProgramKey, drafted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draft tokens and parents int32[B, D] from a draft model's relay: D columns, in a tree 2 D with parents."""
+    """Draft tokens and parents int32[B, Q - 1] from a draft model's relay: the first of its D columns, which in a tree
+    are followed by as many with parents. A token of -1 there is none."""
     assert key.drafts is not None
+    used = key.shape.queries - 1
     if key.drafts.is_tree:
-        tokens, parents = jnp.split(drafted, 2, axis=1)
-        return tokens, parents
-    return drafted, chain_parents(*drafted.shape)
+        tokens, parents = [half[:, :used] for half in jnp.split(drafted, 2, axis=1)]
+    else:
+        tokens = drafted[:, :used]
+        parents = chain_parents(*tokens.shape)
+    return jnp.maximum(tokens, 0), jnp.where(tokens < 0, -1, parents)
 
 
 def emitted(sampled: Sampled, path: jax.Array, counts: jax.Array) -> tuple[Sampled, jax.Array]:
@@ -270,7 +274,7 @@ def make_step_program(
     """The step program.
 
     ``step(leaves, pool, relay, ticket, tables, inputs, private, drafted) -> StepOutputs``, with pool and relay donated.
-    ``drafted``: int32[slots + 1, Q - 1 or twice that], see ``relayed_drafts``, where drafts are RELAYED; else None.
+    ``drafted``: int32[slots + 1, D or twice that], D >= Q - 1, see ``relayed_drafts``; None unless drafts are RELAYED.
 
     Args:
         bind: weights list -> model, called while tracing.

@@ -84,7 +84,14 @@ class StepRunner(PhaseRunner):
         self.steps = ProgramCache(
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
-            lambda key: step_arguments(key, runner.rows.layout, runner.model.leaves, runner.kv, vocab_size),
+            lambda key: step_arguments(
+                key,
+                runner.rows.layout,
+                runner.model.leaves,
+                runner.kv,
+                vocab_size,
+                max(buckets.verify_tokens, default=1) - 1,
+            ),
             names=STEP_ARGUMENTS,
             donate=STEP_DONATES,
             late=on_late_compile,

@@ -21,7 +21,8 @@ class KVMemory:
         cache: None: nothing outlives its sequence.
 
     Attributes:
-        num_queried, num_hit: prompt tokens looked up when sequences were first admitted, and those found.
+        num_queried, num_hit: prompt tokens looked up when sequences were first admitted, and those found until they
+            were computed.
     """
 
     def __init__(self, pool: PagePool, cache: PrefixCache | None):
@@ -82,6 +83,40 @@ class KVMemory:
             return []
         return self.cache.match(sequence.request.cache_namespace, sequence.token_ids)
 
+    def share(self, sequence: Sequence) -> None:
+        """Lets others find the prompt of a sequence as far as its chunks are launched. What they launch runs later."""
+        if self.cache is None:
+            return
+        path = self._held.get(sequence, [])
+        taken = self.cache.adopt(
+            sequence.request.cache_namespace, sequence.token_ids, sequence.num_scheduled,
+            sequence.page_ids[len(path) :], path,
+        )  # fmt: skip
+        if taken:
+            self._held[sequence] = path + taken
+
+    def reuse(self, sequence: Sequence) -> tuple[int, list[int]]:
+        """Takes what others computed of a prompt since it was admitted, in place of pages that are still empty, and
+        moves ``num_scheduled`` behind it. Returns the place of the first such page, and the pages."""
+        path = self._held.get(sequence, [])
+        if self.cache is None or not self._may_hit(sequence) or sequence.num_scheduled != len(path) * self.page_size:
+            return 0, []  # the page at hand is partly computed
+        found = self.cache.match(sequence.request.cache_namespace, sequence.token_ids, path)
+        if not found:
+            return 0, []
+        self.cache.hold(found)
+        self._held[sequence] = path + found
+        first, pages = len(path), [node.page for node in found]
+        self.pool.free(sequence.page_ids[first : first + len(pages)])
+        sequence.page_ids[first : first + len(pages)] = pages
+        num_tokens = len(pages) * self.page_size
+        sequence.num_scheduled += num_tokens
+        if not sequence.num_preemptions:
+            assert sequence.num_cached_tokens is not None
+            sequence.num_cached_tokens += num_tokens
+            self.num_hit += num_tokens
+        return first, pages
+
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """The pages added so that a sequence has room for ``num_tokens``; None, and nothing taken, if there are not
         enough."""
@@ -94,7 +129,7 @@ class KVMemory:
         """Takes a sequence's pages back; returns how many. Those whose tokens are certain and computed stay cached.
 
         Args:
-            is_sound: false: nobody may use what it computed.
+            is_sound: false: nobody may use what it computed; what was shared of it is forgotten.
         """
         page_ids, sequence.page_ids = sequence.page_ids, []
         path = self._held.pop(sequence, [])
@@ -105,6 +140,8 @@ class KVMemory:
             own = self.cache.insert(sequence.request.cache_namespace, sequence.token_ids, known, own, path)
         self.pool.free(own)
         self._let_go(path)
+        if self.cache is not None and not is_sound:
+            self.pool.free(self.cache.forget(path))
         return len(page_ids)
 
     def forget_all(self) -> int:

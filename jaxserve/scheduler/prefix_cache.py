@@ -66,18 +66,26 @@ class PrefixCache:
         """Those of them that nobody holds."""
         return self._num_evictable
 
-    def _edges(self, token_ids: Sequence[int], num_tokens: int) -> Iterator[tuple[int, ...]]:
-        """Edges of the whole pages among the first ``num_tokens``, as far as the tokens behind them are known."""
+    def _edges(self, token_ids: Sequence[int], num_tokens: int, first: int = 0) -> Iterator[tuple[int, ...]]:
+        """Edges of the whole pages from number ``first`` on among the first ``num_tokens``, as far as the tokens behind
+        them are known."""
         last = min(num_tokens, len(token_ids) - self.lookahead)
-        for end in range(self.page_size, last + 1, self.page_size):
+        for end in range((first + 1) * self.page_size, last + 1, self.page_size):
             yield tuple(token_ids[end - self.page_size : end + self.lookahead])
 
-    def match(self, namespace: Namespace, token_ids: Sequence[int]) -> list[CachedPage]:
-        """The longest cached prefix that leaves at least one token to compute."""
-        level, found = self._roots.get(namespace), []
-        if level is None:
-            return []
-        for edge in self._edges(token_ids, len(token_ids) - 1):
+    def _level_behind(self, namespace: Namespace, path: list[CachedPage]) -> dict[tuple[int, ...], CachedPage]:
+        """What may follow a path; empty where that is not found any more."""
+        if not path:
+            return self._roots.get(namespace, {})
+        return {} if path[-1].is_detached else path[-1].children
+
+    def match(
+        self, namespace: Namespace, token_ids: Sequence[int], path: list[CachedPage] | None = None
+    ) -> list[CachedPage]:
+        """The longest cached prefix that leaves at least one token to compute; the part of it behind ``path``."""
+        path = path or []
+        level, found = self._level_behind(namespace, path), []
+        for edge in self._edges(token_ids, len(token_ids) - 1, len(path)):
             node = level.get(edge)
             if node is None:
                 break
@@ -108,6 +116,45 @@ class PrefixCache:
                 self._num_evictable += 1
                 self._offer(node)
         return freed
+
+    def adopt(
+        self, namespace: Namespace, token_ids: Sequence[int], num_tokens: int, pages: list[int], path: list[CachedPage]
+    ) -> list[CachedPage]:
+        """As ``insert``, for a sequence that goes on: it holds what is taken, which is returned.
+
+        It ends at the first page that is cached already, for whoever holds a page must hold those before it.
+        """
+        if path and path[-1].is_detached:
+            return []
+        taken: list[CachedPage] = []
+        parent = path[-1] if path else None
+        for page, edge in zip(pages, self._edges(token_ids, num_tokens, len(path)), strict=False):
+            level = parent.children if parent is not None else self._roots.setdefault(namespace, {})
+            if edge in level:
+                break
+            parent = level[edge] = CachedPage(page, edge, parent, namespace, num_users=1)
+            self._nodes.add(parent)
+            taken.append(parent)
+        return taken
+
+    def forget(self, path: list[CachedPage]) -> list[int]:
+        """Gives up the end of a path, as far as nobody needs it; returns the pages that are nobody's now."""
+        forgotten = []
+        for node in reversed(path):
+            if node.num_users or node.children or node.is_detached:
+                break
+            self._remove(node)
+            forgotten.append(node.page)
+        return forgotten
+
+    def _remove(self, node: CachedPage) -> None:
+        """Takes out a leaf that nobody holds."""
+        level = node.parent.children if node.parent is not None else self._roots[node.namespace]
+        del level[node.edge]
+        self._nodes.remove(node)
+        self._num_evictable -= 1
+        if node.parent is None and not level:
+            del self._roots[node.namespace]
 
     def insert(
         self, namespace: Namespace, token_ids: Sequence[int], num_tokens: int, pages: list[int], path: list[CachedPage]
@@ -170,15 +217,10 @@ class PrefixCache:
             if not self._is_current(entry):
                 continue
             node = entry[2]
-            level = node.parent.children if node.parent is not None else self._roots[node.namespace]
-            del level[node.edge]
-            self._nodes.remove(node)
-            self._num_evictable -= 1
+            self._remove(node)
             evicted.append(node.page)
             if node.parent is not None:
                 self._offer(node.parent)
-            elif not level:
-                del self._roots[node.namespace]
         return evicted
 
     def clear(self) -> list[int]:

@@ -79,6 +79,12 @@ class Residency:
             if (bias := bias_row(params, self.eos_token_ids)) is not None:
                 self.rows.set_bias(sequence.slot, *bias)
 
+    def reuse(self, sequence: Sequence) -> None:
+        """Ahead of a prompt chunk: skips what others have computed meanwhile."""
+        first, pages = self.memory.reuse(sequence)
+        assert sequence.slot is not None
+        self.rows.set_pages(sequence.slot, first, pages)
+
     def grow(self, sequence: Sequence, count: int = 1) -> bool:
         """Makes room for more tokens, taking pages from the least urgent sequence when there are none."""
         while sequence.status is Status.RUNNING:

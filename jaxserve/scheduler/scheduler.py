@@ -91,6 +91,9 @@ class Scheduler:
         launch = self.worker.execute(batch, self.rows.publish(), wants_logprobs)
         try:
             self._apply_war_barrier(launch)
+            if batch.mode is ForwardMode.EXTEND:
+                for sequence in batch.owners:
+                    self.memory.share(sequence)
             self._retire(batch.owners)
         except BaseException:
             # Nobody will know of the launch. It reads the rows, which whoever recovers is about to write.
@@ -123,8 +126,8 @@ class Scheduler:
                 continue
             count, num_relayed = int(result.counts[row]), 0
             if self.speculation is not None and self.speculation.is_relayed:
-                num_relayed = batch.queries - 1
-                sequence.num_scheduled -= batch.queries - count if num_relayed else 0
+                num_relayed = 0 if batch.drafted is None else int(batch.drafted[row])
+                sequence.num_scheduled -= batch.queries - count
                 count = min(count, sequence.max_total - len(sequence.token_ids))  # not even drafts know the limit
             elif batch.mode is ForwardMode.TARGET_VERIFY:
                 sequence.num_scheduled += count

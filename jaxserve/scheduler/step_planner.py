@@ -63,6 +63,7 @@ class StepPlanner:
         return [s for s in self.residency.running if not s.prefilling and not s.fully_planned]
 
     def _plan_prefill(self, sequence: Sequence) -> StepBatch[Sequence]:
+        self.residency.reuse(sequence)
         start = sequence.num_scheduled
         chunk = sequence.token_ids[start : min(start + self.chunk_size, sequence.prefill_len)]
         assert sequence.slot is not None
@@ -71,6 +72,8 @@ class StepPlanner:
         sequence.num_scheduled += len(chunk)
         last = not sequence.prefilling
         sequence.num_in_flight += last
+        if self.speculation is not None:
+            sequence.num_drafts = self.speculation.num_relayed
         self._decode_next = True
         self._shortest_next = not self._shortest_next
         history = None
@@ -149,15 +152,17 @@ class StepPlanner:
         self._decode_next = False
         if not ready:
             return None
+        # No mask fits drafts nobody here knows.
+        drafted = np.array([0 if s.constraint is not None else min(s.num_drafts, queries - 1) for s in ready], np.int32)
         for sequence in ready:
             sequence.num_scheduled += queries
             sequence.num_in_flight += 1
+            sequence.num_drafts = queries - 1
         return StepBatch(
             self._next_step(), ForwardMode.TARGET_VERIFY, tuple(ready), np.array([s.slot for s in ready], np.int32),
             max(min(s.num_scheduled, s.max_total) for s in ready), queries=queries,
-            num_drafted=len(ready) * (queries - 1), masks=self._masks(ready),
-            undrafted=np.array([s.constraint is not None for s in ready]),  # no mask fits drafts nobody here knows
-            is_greedy=_all_greedy(ready),
+            num_drafted=int(drafted.sum()), drafted=drafted, masks=self._masks(ready),
+            undrafted=np.array([s.constraint is not None for s in ready]), is_greedy=_all_greedy(ready),
         )  # fmt: skip
 
     def _plan_decode(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.shapes import powers_of_two
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.model_runner import ModelRunner
 from jaxserve.runner.step_program import CHAIN, DraftForm
@@ -20,6 +21,7 @@ from jaxserve.runner.worker import TargetWorker
 from jaxserve.text.tokenizer import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 8
+SMALLEST_VERIFY = 4
 
 
 def refuse_draft_model_settings(config: EngineConfig, why: str) -> None:
@@ -103,6 +105,17 @@ class SpeculativeAlgorithm(ABC):
         if config.speculative_num_draft_tokens is not None:
             return config
         return dataclasses.replace(config, speculative_num_draft_tokens=DEFAULT_DRAFT_TOKENS)
+
+    @classmethod
+    def verify_tokens(cls, config: EngineConfig) -> tuple[int, ...]:
+        """Tokens per row of the programs that verify, rising; the last is ``speculative_num_draft_tokens``.
+
+        Args:
+            config: settled.
+        """
+        most = config.speculative_num_draft_tokens
+        assert most is not None, "the algorithm fills in what is not set"
+        return powers_of_two(most, min(SMALLEST_VERIFY, most)) if config.speculative_adaptive else (most,)
 
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:  # noqa: B027  few have anything to load
         """Loads what it needs besides the target model, before pools are sized.

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.attention.paged_kv import KVLayout
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
+from jaxserve.core.shapes import powers_of_two
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.runner.draft_program import DraftTask
 from jaxserve.runner.draft_runner import DraftRunner
@@ -30,7 +31,8 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
     """Drafts are made on the device, behind each step, and handed to the next by the token relay.
 
     Nothing is proposed on the host, so steps are planned ahead as plain ones are; how many tokens each added is known
-    when it is collected.
+    when it is collected. A step of one token per row is this algorithm's plain step: its draft program computes the
+    draft model's KV and drafts nothing.
 
     Attributes:
         draft: the draft model, once loaded.
@@ -72,9 +74,8 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
                 f"{steps + 1}, got {tokens}; leave one of them out"
             )
         return dataclasses.replace(
-            config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_eagle_topk=1,
-            speculative_adaptive=False,
-        )  # fmt: skip
+            config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_eagle_topk=1
+        )
 
     @classmethod
     def _settled_tree(cls, config: EngineConfig) -> EngineConfig:
@@ -89,9 +90,15 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
                 f"--speculative-num-draft-tokens must be in [{steps + 1}, {most}] with --speculative-num-steps {steps} "
                 f"and --speculative-eagle-topk {topk}, got {tokens}"
             )
-        return dataclasses.replace(
-            config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens, speculative_adaptive=False
-        )
+        return dataclasses.replace(config, speculative_num_steps=steps, speculative_num_draft_tokens=tokens)
+
+    @classmethod
+    def verify_tokens(cls, config: EngineConfig) -> tuple[int, ...]:
+        most = config.speculative_num_draft_tokens
+        assert most is not None
+        if not config.speculative_adaptive:
+            return (most,)
+        return (1, most) if cls.draft_form(config).is_tree else powers_of_two(most)  # a tree is drafted whole
 
     @abstractmethod
     def load(self, target: LoadedModel, tokenizer: Tokenizer) -> None:

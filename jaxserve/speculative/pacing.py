@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 PRIOR_HITS, PRIOR_TRIALS = 0.8, 2.0  # a new sequence's p is 0.4: too little to speculate on, little enough to rise soon
@@ -30,11 +30,13 @@ class Record:
     Attributes:
         predicted: tokens expected next, of drafts that were not sent.
         hits, trials: drafts that held, and drafts whose predecessors held; older ones fade.
+        memory: trials after which they do.
     """
 
     predicted: list[int] = field(default_factory=list)
     hits: float = PRIOR_HITS
     trials: float = PRIOR_TRIALS
+    memory: float = MEMORY
 
     @property
     def chance(self) -> float:
@@ -45,9 +47,9 @@ class Record:
         """Adds drafts that held and (0 or 1) one that did not."""
         self.hits += held
         self.trials += held + failed
-        if self.trials > MEMORY:
-            self.hits *= MEMORY / self.trials
-            self.trials = MEMORY
+        if self.trials > self.memory:
+            self.hits *= self.memory / self.trials
+            self.trials = self.memory
 
     def met(self, tokens: Iterable[int]) -> tuple[int, int]:
         """Compares tokens that came without speculation with what was expected; returns how many held and failed."""
@@ -74,6 +76,10 @@ class StepTimes:
         """A step took ``seconds``."""
         self._seconds[queries, batch].append(seconds)
 
+    def count(self, queries: int, batch: int) -> int:
+        """Steps that are remembered."""
+        return len(self._seconds.get((queries, batch), ()))
+
     def cost(self, queries: int, batch: int) -> float:
         """A step of ``queries`` tokens per row, in plain steps of the same batch."""
         if queries == 1:
@@ -92,9 +98,19 @@ def best_queries(records: Sequence[Record], sizes: Sequence[int], costs: dict[in
         sizes: tokens per row verify programs exist for.
         costs: size -> cost in plain steps.
     """
-    best, most = 1, GAIN_WANTED * len(records)
-    for queries in sizes:
-        tokens = sum(1 + worth(r.chance, min(queries - 1, len(r.predicted))) for r in records)
+    expected = {q: sum(1 + worth(r.chance, min(q - 1, len(r.predicted))) for r in records) for q in sizes}
+    return most_per_cost(len(records), expected, costs)
+
+
+def most_per_cost(num_rows: int, expected: Mapping[int, float], costs: Mapping[int, float]) -> int:
+    """The size with the most tokens per cost; 1 if none is worth its risk.
+
+    Args:
+        expected: tokens per row -> tokens a step of that size brings all ``num_rows`` rows.
+        costs: tokens per row -> cost in plain steps.
+    """
+    best, most = 1, GAIN_WANTED * num_rows
+    for queries, tokens in expected.items():
         if tokens / costs[queries] > most:
             best, most = queries, tokens / costs[queries]
     return best

@@ -119,6 +119,12 @@ def settled(config: EngineConfig) -> EngineConfig:
     return algorithm.settled(config)
 
 
+def verify_tokens_of(config: EngineConfig) -> tuple[int, ...]:
+    """Tokens per row of the programs that verify for a settled configuration; none without an algorithm."""
+    name = config.speculative_algorithm
+    return () if name is None else find_algorithm(name).verify_tokens(config)
+
+
 def make_algorithm(context: AlgorithmContext) -> SpeculativeAlgorithm | None:
     """The algorithm a configuration asks for; None for none.
 

@@ -14,6 +14,7 @@ from jaxserve.runner.buckets import Buckets
 from jaxserve.speculative.base import SpeculativeAlgorithm
 from jaxserve.speculative.figures import SpeculationFigures, VerifiedRow
 from jaxserve.speculative.pacing import Record, StepTimes, best_queries
+from jaxserve.speculative.relayed_pacing import RelayedPacing
 from jaxserve.speculative.trees import EMPTY, DraftTree, trimmed
 from jaxserve.speculative.watch import AcceptanceWatch
 
@@ -47,6 +48,7 @@ class Speculation:
         self._observed: set[Sequence] = set()  # their prompts, too
         self._sent: dict[Sequence, DraftTree] = {}  # of the step in flight
         self._watch = AcceptanceWatch(algorithm.name)
+        self._pacing = RelayedPacing({q: self._depth_of(q - 1) for q in buckets.verify_tokens}, self.times)
 
     def reset_figures(self) -> None:
         """Counts from zero."""
@@ -59,6 +61,15 @@ class Speculation:
             self.times.add(batch.queries, rows, seconds)
 
     @property
+    def num_relayed(self) -> int:
+        """Drafts a draft model leaves on the device behind a prompt."""
+        return self._most_drafts if self.is_relayed else 0
+
+    def _depth_of(self, num_drafts: int) -> int:
+        """How many of a draft model's drafts can hold."""
+        return min(num_drafts, self._relayed_depth)
+
+    @property
     def _most_drafts(self) -> int:
         return self._buckets.verify_tokens[-1] - 1
 
@@ -66,13 +77,16 @@ class Speculation:
         """Tokens per row of these sequences' next step; 1: a plain step. Tokens in flight need not be known."""
         if not self.is_adaptive:
             return self._buckets.verify_tokens[-1]
+        batch = bucket_for(len(sequences), self._buckets.decode_batch)
+        if self.is_relayed:
+            drafting = [self._record(s) for s in sequences if s.constraint is None]  # no mask fits the others' drafts
+            return self._pacing.queries_for(drafting, len(sequences), batch)
         records = [self._record(s) for s in sequences]
         stale = [i for i, record in enumerate(records) if not record.predicted]
         if stale:
             trees = self._propose([sequences[i] for i in stale], [self._most_drafts] * len(stale), self._most_drafts)
             for i, tree in zip(stale, trees, strict=True):
                 records[i].predicted = tree.first_path
-        batch = bucket_for(len(sequences), self._buckets.decode_batch)
         costs = {queries: self.times.cost(queries, batch) for queries in self._buckets.verify_tokens}
         return best_queries(records, self._buckets.verify_tokens, costs)
 
@@ -95,9 +109,11 @@ class Speculation:
         is_new = sequence not in self._observed
         self._observed.add(sequence)
         if num_relayed:
-            relayed = VerifiedRow(num_relayed, num_new - 1)
-            self.figures.verified(relayed, self._relayed_depth)
-            failed = int(relayed.num_accepted < self._relayed_depth)
+            relayed, depth = VerifiedRow(num_relayed, num_new - 1), self._depth_of(num_relayed)
+            self.figures.verified(relayed, depth)
+            failed = int(relayed.num_accepted < depth)
+            for record in (self._record(sequence), self._pacing.common):
+                record.tried(relayed.num_accepted, failed)
             self._watch.committed(num_new, relayed.num_accepted, failed, verified=True)
             self.algorithm.observe(sequence.token_ids, len(sequence.token_ids) if is_new else num_new)
             return relayed
@@ -123,7 +139,11 @@ class Speculation:
         self._sent.pop(sequence, None)
 
     def _record(self, sequence: Sequence) -> Record:
-        return self._records.setdefault(sequence, Record())
+        record = self._records.get(sequence)
+        if record is None:
+            record = self._pacing.new_record() if self.is_relayed else Record()
+            self._records[sequence] = record
+        return record
 
     def _propose(self, sequences: Many[Sequence], max_depths: list[int], num_drafts: int) -> list[DraftTree]:
         window = self.algorithm.context_window

@@ -8,6 +8,10 @@ What it proposes is examined by itself; then a small random model is served with
 it says without: several page sizes, with and without overlap, greedy and sampled. Behind every barrier all shared rows
 are overwritten, with drafts that would hold where others were read: a worker that lets the scheduler write before its
 verify step has read its drafts changes tokens.
+
+Draft models fit one target, so their algorithms are examined with a target and a draft of the caller's choice:
+
+    algorithm_conformance("EAGLE3", settings={"model": target, "speculative_draft_model_path": head})
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from jaxserve.testing.poison import Poison, known_future
 
 NUM_DRAFT_TOKENS = 6
 CONTEXT, SLOTS = 128, 3
-STALL_US = 6000  # of acceptance: long enough for the schedule stream to wake and write on a busy machine
+STALL_US = 6000  # long enough for the schedule stream to wake and write on a busy machine
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "seed": 5},
@@ -47,7 +51,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "logit_bias": {3: 2.0, 5: -4.0}, "min_tokens": 1,
     },
 }  # fmt: skip
-ACCEPTANCE_POINT = "drafts.before_acceptance"
+LATE_ACCEPTANCE = "drafts.before_acceptance", STALL_US
+LATE_READS = "snapshot.before_reads", STALL_US // 3  # passed by every launch of a step, those of draft models too
 
 
 class AlgorithmConformanceError(JaxserveError, AssertionError):
@@ -83,7 +88,8 @@ def algorithm_conformance(
     Args:
         algorithm: a class, or the name of a built-in or registered one.
         page_sizes: tokens per KV page to serve with.
-        settings: further fields of ``EngineConfig``.
+        settings: further fields of ``EngineConfig``; those of speculation hold where there is some. ``model``: serve
+            this one, of at least 250 ids, instead of a random one.
 
     Raises:
         AlgorithmConformanceError: it does; the message lists every violation.
@@ -106,8 +112,10 @@ def examine_algorithm(
         if not isinstance(algorithm, str):
             algorithm = stack.enter_context(temporarily_registered(algorithm))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-conformance-")))
-        write_model(folder / "model", MODELS["tiny"], CONTEXT)
-        suite = _Suite(algorithm, folder / "model", settings or {})
+        settings = {"compilation_cache_dir": str(folder / "programs"), **(settings or {})}
+        if "model" not in settings:
+            settings |= {"model": str(write_model(folder / "model", MODELS["tiny"], CONTEXT)), "load_format": "dummy"}
+        suite = _Suite(algorithm, settings)
         suite.check_proposals()
         if not suite.report.violations:  # an engine would only say the same, less clearly
             suite.check_tokens(page_sizes)
@@ -117,18 +125,20 @@ def examine_algorithm(
 class _Suite:
     """One examination."""
 
-    def __init__(self, name: str, model: Path, settings: dict[str, Any]):
+    def __init__(self, name: str, settings: dict[str, Any]):
         self.report = AlgorithmReport(name)
         self._name = name
+        speculative = {field for field in settings if field.startswith("speculative_")}
         self._settings: dict[str, Any] = {
-            "model": str(model), "load_format": "dummy", "context_length": CONTEXT, "max_running_requests": SLOTS,
-            "decode_batch_buckets": (SLOTS,), "chunked_prefill_size": 16, "prefill_token_buckets": (16,),
-            "compilation_cache_dir": "", "skip_warmup": True, "hold_points": True, "fence_timeout_s": 20.0, **settings,
+            "context_length": CONTEXT, "max_running_requests": SLOTS, "decode_batch_buckets": (SLOTS,),
+            "chunked_prefill_size": 16, "prefill_token_buckets": (16,), "skip_warmup": True, "hold_points": True,
+            "fence_timeout_s": 20.0, **{field: settings[field] for field in settings if field not in speculative},
         }  # fmt: skip
         self._speculative: dict[str, Any] = {
             "speculative_algorithm": name, "speculative_num_draft_tokens": NUM_DRAFT_TOKENS,
-            "speculative_adaptive": False,
+            "speculative_adaptive": False, **{field: settings[field] for field in speculative},
         }  # fmt: skip
+        self._drafts = find_algorithm(name).draft_form(EngineConfig(**{**self._settings, **self._speculative}))
 
     def _wrong(self, message: str) -> None:
         self.report.violations.append(message)
@@ -138,9 +148,9 @@ class _Suite:
     def check_proposals(self) -> None:
         """Shapes, kinds and order of what it proposes for odd contexts."""
         config = EngineConfig(**self._settings, **self._speculative)
-        kind = find_algorithm(self._name)
-        drafts = kind.draft_form(config)
-        made = kind(AlgorithmContext(config, NUM_WORDS, lambda text: [ord(c) % NUM_WORDS for c in text]))
+        made = find_algorithm(self._name)(
+            AlgorithmContext(config, NUM_WORDS, lambda text: [ord(c) % NUM_WORDS for c in text])
+        )
         random = np.random.default_rng(1)
         try:
             for length, most in ((1, 1), (2, 5), (40, 5), (120, 3), (40, 1)):
@@ -151,11 +161,11 @@ class _Suite:
                 ]
                 for context in contexts:
                     made.observe(context.tolist(), length)
-                self._check_proposal(made, contexts, most, drafts.is_tree)
+                self._check_proposal(made, contexts, most)
         finally:
             made.close()
 
-    def _check_proposal(self, made: SpeculativeAlgorithm, contexts: list[np.ndarray], most: int, is_tree: bool) -> None:
+    def _check_proposal(self, made: SpeculativeAlgorithm, contexts: list[np.ndarray], most: int) -> None:
         kept = [context.copy() for context in contexts]
         try:
             tokens, parents, counts = made.propose(contexts, most)
@@ -173,12 +183,15 @@ class _Suite:
         if np.shape(counts) != wanted[:1] or np.min(counts) < 0 or np.max(counts) > most:
             self._wrong(f"propose() returns counts {np.asarray(counts).tolist()}, wanted {wanted[0]} of 0 .. {most}")
             return
+        if self._drafts.is_relayed and np.any(counts):
+            self._wrong("propose() returns drafts, but draft_form() says RELAYED: they would never be looked at")
+            return
         for row, count in enumerate(np.asarray(counts).tolist()):
             own = np.asarray(parents)[row, :count].tolist()
             if any(not 0 <= parent <= node for node, parent in enumerate(own)):
                 self._wrong(f"propose() returns parents {own}: a parent is the root, 0, or an earlier draft")
                 return
-            if not is_tree and own != list(range(count)):
+            if not self._drafts.is_tree and own != list(range(count)):
                 self._wrong(f"propose() returns a tree (parents {own}), but draft_form() says chains")
                 return
             siblings = list(zip(own, np.asarray(tokens)[row, :count].tolist(), strict=True))
@@ -189,7 +202,7 @@ class _Suite:
 
     def check_tokens(self, page_sizes: Sequence[int]) -> None:
         """What a small model says with the algorithm is what it says without."""
-        plain = self._serve({}, None)
+        plain = self._serve({"page_size": page_sizes[0]}, None)
         for number, page_size in enumerate(page_sizes):
             for disable_overlap in (False, True) if number == 0 else (False,):
                 how = {"page_size": page_size, "disable_overlap_schedule": disable_overlap, **self._speculative}
@@ -210,7 +223,8 @@ class _Suite:
             if plain is not None:
                 known = [p + o for outputs in plain for (p, _), o in zip(_workload(), outputs, strict=True)]
                 Poison(engine, lambda token_ids: known_future(known, token_ids))
-                points.delay(ACCEPTANCE_POINT, STALL_US)
+                points.delay(*LATE_READS if self._drafts.is_relayed else LATE_ACCEPTANCE)
+                self._check_owner(engine)
                 self._watch_mailbox(engine)
             outputs = [_run(engine, name, params) for name, params in KINDS.items()]
             if engine.scheduler.speculation is not None:
@@ -220,6 +234,15 @@ class _Suite:
         finally:
             points.clear()
             engine.close()
+
+    def _check_owner(self, engine: Engine) -> None:
+        """Only the runner whose launch reads shared rows last can say when a step has read them."""
+        worker: Any = engine.parts.worker
+        owner = worker.last_shared_read_runner
+        last = [runner.runner for runner in worker.step_runners if runner.reads_shared_rows][-1]
+        message = f"last_shared_read_runner is {owner.name!r}, but the launch of {last.name!r} reads shared rows last"
+        if owner is not last and message not in self.report.violations:
+            self._wrong(message)
 
     def _watch_mailbox(self, engine: Engine) -> None:
         """Notes a worker that publishes an event for a verify step whose drafts are read behind it."""

@@ -32,7 +32,7 @@ from jaxserve.runner.step_program import CHAIN, ProgramKey
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.speculative.base import AlgorithmContext
 from jaxserve.speculative.draft_model import DraftModelAlgorithm
-from jaxserve.speculative.registry import find_algorithm, make_algorithm, settled
+from jaxserve.speculative.registry import find_algorithm, make_algorithm, settled, verify_tokens_of
 from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
@@ -95,8 +95,7 @@ class ConfigurationPrograms:
         dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
         backend = make_backend(config, platform, dtype, model_config.attention_sinks)
         context_length = config.context_length or model_config.max_position_embeddings
-        buckets = make_buckets(config, context_length, backend.width_buckets)
-        buckets = dataclasses.replace(buckets, verify_tokens=verify_tokens or buckets.verify_tokens)
+        buckets = make_buckets(config, context_length, backend.width_buckets, verify_tokens or verify_tokens_of(config))
         name = config.speculative_algorithm
         drafts = CHAIN if name is None else find_algorithm(name).draft_form(config)
         one_page = KVLayout(

@@ -31,7 +31,6 @@ from jaxserve.core.sampling_params import MAX_LOGPROBS, MAX_N, SamplingParams
 from jaxserve.engine.llm import LLM
 from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
-from jaxserve.speculative.registry import find_algorithm
 from jaxserve.testing.draw_statistics import chi_square, count_ranks
 from jaxserve.testing.lossless_report import Comparison, Difference, Distribution, LosslessError, LosslessReport
 
@@ -72,8 +71,7 @@ def ways_of(config: EngineConfig) -> dict[str, dict[str, Any]]:
         # Adaptive speculation may find that drafts do not pay and verify none.
         drafting = REFERENCE | {"speculative_algorithm": name, "speculative_adaptive": False}
         ways[name] = drafting
-        if not find_algorithm(name).draft_form(config).is_relayed:  # a draft model drafts at its one pace
-            ways[f"{name}, adaptive"] = drafting | {"speculative_adaptive": True}
+        ways[f"{name}, adaptive"] = drafting | {"speculative_adaptive": True}
         ways |= {
             f"{name}, overlap off": drafting | overlap_off,
             f"{name}, coarse": drafting | coarse,

@@ -72,6 +72,17 @@ def test_the_tables_show_what_is_absent_as_absent(found, files):
     assert row.split("|")[-3].strip() == "-"  # graph memory
 
 
+def test_a_way_without_fences_has_its_columns_empty(found):
+    """As torch's cells, which ``bench/compare_torch.py`` adds."""
+    absent = dict.fromkeys(
+        ("host_ms", "operations", "held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "graph_mib")
+    )
+    other = found["cells"][0] | absent | {"way": "torch", "mode": "CUDA graph", "batch": 9, "step_ms": [1.0, 3.0, 2.0]}
+    text = compare_report.whole(found | {"cells": [*found["cells"], other]})
+    row = [cell.strip() for cell in next(line for line in text.splitlines() if line.startswith("| 9 ")).split("|")]
+    assert row[1:4] == ["9", "torch (CUDA graph)", "2.00"] and row.count("-") == len(absent)
+
+
 def test_pictures_are_drawn(files):
     pytest.importorskip("matplotlib")
     assert (files / "found.png").stat().st_size > 5000

@@ -24,7 +24,7 @@ CONFIGURATIONS = {
     "planned, page size 1": {"attention_backend": "planned", "page_size": 1, "num_pages": 96},
     "PROPHET": {"speculative_algorithm": "PROPHET", **SPECULATIVE},
     "TREE-PROPHET": {"speculative_algorithm": "TREE-PROPHET", **SPECULATIVE},
-    "STANDALONE": {"speculative_algorithm": "STANDALONE", "speculative_num_draft_tokens": 4},
+    "STANDALONE": {"speculative_algorithm": "STANDALONE", **SPECULATIVE, "speculative_num_draft_tokens": 4},
 }
 
 

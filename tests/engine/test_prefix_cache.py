@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rig import Collected, add, check_alive, check_idle, generate, greedy, make_engine, prompt_of, run
+from tiny import byte_tokenizer_files, tiny_config, tiny_tensors, write_folder
 
 from jaxserve.core.errors import CapacityError, InvalidRequest
 from jaxserve.core.request import Request
+from jaxserve.core.sequence import Sequence
 from jaxserve.engine.request_checks import check_request
+from jaxserve.scheduler.kv_memory import KVMemory
+from jaxserve.scheduler.page_pool import PagePool
+from jaxserve.scheduler.prefix_cache import PrefixCache
 
 
 def ask(engine, prompt, max_tokens=4, salt=None, **params):
@@ -146,6 +151,120 @@ def test_penalties_count_cached_tokens_too(engines, tiny):
     again, same = ask(engine, prompt, 20, **params)
     assert (first, again) == (0, 28) and ids == same
     assert ids != ask(engine, prompt, 20)[1], "penalties change nothing here"
+
+
+# -- prompts that are computed meanwhile -------------------------------------------------------------------------------
+
+
+def chunks_of(engine):
+    """A list to which every plan adds the request whose prompt it goes on with."""
+    chunks, plan = [], engine.scheduler.planner._plan_prefill
+
+    def recorded(sequence):
+        batch = plan(sequence)
+        chunks.append((sequence.request.request_id, batch.tokens.size))
+        return batch
+
+    engine.scheduler.planner._plan_prefill = recorded
+    return chunks
+
+
+@pytest.fixture
+def chunked(engines, tiny):
+    """An engine with nothing in its cache, and the chunks it computes."""
+    engine = engines(tiny)
+    engine.flush_cache()
+    yield engine, chunks_of(engine)
+    del engine.scheduler.planner._plan_prefill
+
+
+def test_of_identical_prompts_that_arrive_together_one_is_computed(chunked, oracle):
+    engine, chunks = chunked
+    prompt = prompt_of(41, seed=81)
+    ids = [add(engine, prompt, greedy(6, n=n)) for n in (1, 1, 2)]
+    collected = run(engine, each_step=lambda step: engine.scheduler.check_integrity())
+    assert [size for _, size in chunks] == [16, 16, 9, 1, 1, 1]
+    assert [collected.outputs[key].cached_tokens for key in [(i, 0) for i in ids] + [(ids[2], 1)]] == [0, 40, 40, 40]
+    assert all(output.token_ids == oracle(prompt, 6) for output in collected.outputs.values())
+    assert engine.scheduler.memory.num_cached * 4 >= 40
+
+
+def test_prompts_that_arrive_together_share_their_beginning(chunked, oracle):
+    """A short one that goes its own way in the middle of a page of a long one, and one that never began alike."""
+    engine, chunks = chunked
+    begin = prompt_of(22, seed=82)
+    prompts = [[*begin, *prompt_of(30, seed=83)], [*begin, 1, 2, 3], prompt_of(18, seed=84)]
+    hits = engine.scheduler.memory.num_hit
+    outputs = generate(engine, [(prompt, greedy(6)) for prompt in prompts])
+    assert [o.token_ids for o in outputs] == [oracle(prompt, 6) for prompt in prompts]
+    assert [o.cached_tokens for o in outputs] == [0, 20, 0]
+    assert engine.scheduler.memory.num_hit == hits + 20
+    assert sum(size for _, size in chunks) == sum(map(len, prompts)) - 20
+
+
+def test_a_prompt_is_found_while_its_request_decodes(chunked, oracle):
+    engine, chunks = chunked
+    prompt = prompt_of(33, seed=85)
+    first = add(engine, prompt, greedy(40))
+    while engine._requests[first][0].num_output < 3:
+        engine.step()
+    second = add(engine, prompt, greedy(4))
+    collected = run(engine)
+    assert collected[second].cached_tokens == 32 and len(chunks) == 4
+    assert collected.ids(second) == oracle(prompt, 4) and collected.ids(first) == oracle(prompt, 40)[3:]
+
+
+def test_a_page_that_is_partly_computed_is_kept():
+    """Chunks of 6 tokens, pages of 4: a prompt in the middle of a page does not take that page from another."""
+    memory = KVMemory(PagePool(40, 4), PrefixCache(4))
+    one, other = (Sequence(Request(name, tuple(range(20)), greedy(4)), 0, 0, 24, list(range(20))) for name in "ab")
+    assert memory.admit(one) and memory.admit(other)
+    one.num_scheduled = 6
+    memory.share(one)
+    assert memory.reuse(other) == (0, one.page_ids[:1]) and other.num_scheduled == other.num_cached_tokens == 4
+    other.num_scheduled = 10
+    memory.share(other)
+    own = list(one.page_ids)
+    assert memory.reuse(one) == (0, []) and one.num_scheduled == 6 and one.page_ids == own
+    one.num_scheduled = 12
+    memory.share(one)  # its second page is cached already: it keeps its own, and the third stays out, too
+    assert memory.num_cached == 2 and memory.reuse(one) == (0, [])
+    memory.check_integrity([one, other])
+    one.token_ids.append(1)
+    for sequence in (one, other):
+        memory.release(sequence)
+        memory.check_integrity([one, other])
+    assert memory.num_cached == 3 and memory.num_available == memory.pool.num_usable
+
+
+def test_who_asks_about_its_prompt_shares_it_and_takes_nothing(chunked, oracle):
+    engine, _ = chunked
+    prompt = prompt_of(20, seed=86)
+    asking = [add(engine, prompt, greedy(3, prompt_logprobs=0)) for _ in range(2)]
+    other = add(engine, prompt, greedy(3))
+    collected = run(engine)
+    assert [collected[i].cached_tokens for i in (*asking, other)] == [0, 0, 16]
+    assert all(collected.ids(i) == oracle(prompt, 3) for i in (*asking, other))
+    assert all(len(collected[i].prompt_logprobs) == 20 for i in asking)
+
+
+def test_pages_of_logits_that_are_no_numbers_are_forgotten(tmp_path, oracle):
+    """What was shared of a prompt before its result was known does not stay, nor does it harm others."""
+    config = tiny_config()
+    tensors = tiny_tensors(config)
+    tensors["model.embed_tokens.weight"][7] = np.nan
+    engine = make_engine(write_folder(byte_tokenizer_files(tmp_path), config, tensors))
+    try:
+        begin = [t for t in prompt_of(60, seed=87) if t != 7][:16]
+        bad, good = [*begin, *[7] * 8, 1, 2], [*begin, 3, 4]
+        ids = [add(engine, prompt, greedy(3)) for prompt in (bad, bad, good)]
+        collected = run(engine)
+        assert [collected[i].finish_reason for i in ids] == ["error", "error", "length"]
+        assert collected.ids(ids[2]) == oracle(good, 3)
+        assert ask(engine, good)[0] == 16  # those of the good one
+        assert all(7 not in node.edge for node in engine.scheduler.memory.cache._nodes)
+    finally:
+        engine.close()
 
 
 # -- namespaces --------------------------------------------------------------------------------------------------------

@@ -61,6 +61,22 @@ def make_engine(model: Path, **overrides: Any) -> Engine:
     return Engine(EngineConfig(model=str(model), **{**SETTINGS, **overrides}))
 
 
+def change_sizes(monkeypatch: Any, engine: Engine) -> list[int]:
+    """Makes steps of every size there is, most of the largest, in any order; returns the list they are noted in."""
+    speculation, random, chosen = engine.scheduler.speculation, np.random.default_rng(3), []
+    sizes = list(speculation.algorithm.verify_tokens(engine.config))
+    sizes += 2 * sizes[-1:]
+
+    def queries_for(sequences: list[Any]) -> int:
+        if len(chosen) % len(sizes) == 0:
+            random.shuffle(sizes)
+        chosen.append(sizes[len(chosen) % len(sizes)])
+        return chosen[-1]
+
+    monkeypatch.setattr(speculation, "queries_for", queries_for)
+    return chosen
+
+
 def run(engine: Engine, tag: str = "r", params: dict[str, Any] | None = None) -> list[list[int]]:
     """Token ids of every request of the workload; afterwards no page or slot may be missing."""
     tokens: dict[str, list[int]] = {}

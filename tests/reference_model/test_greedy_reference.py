@@ -53,6 +53,7 @@ CONFIGURATIONS = [
 ]
 EAGLE3 = {
     "attention_backend": "native", "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default",
+    "speculative_adaptive": False,
 }  # fmt: skip
 CONFIGURATIONS += [("NGRAM", 16, NGRAM), ("EAGLE3", 16, EAGLE3)]
 

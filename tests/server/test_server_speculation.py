@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from api_client import Api, events
+from live_server import eventually
+from real_server import Refused, Served, serving
 from scripted_engine import ScriptedEngine
+from tiny import write_tiny
 
-from jaxserve.core.config import EngineConfig
-from jaxserve.engine.async_engine import AsyncEngine
+from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.draft import init_draft, save_draft
+from jaxserve.models.loading.weights import load_model
 
 LIMIT = 5  # tokens per output: with the last one, four rows of three drafts, one of which held
 
@@ -66,20 +74,43 @@ def test_nothing_is_told_without_speculation() -> None:
     assert not any("spec" in key for key in api.post("/generate", {"text": "Hi"}).json()["meta_info"])
 
 
-@pytest.fixture
-def served(tmp_path) -> Iterator[Api]:
-    from tiny import write_tiny
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "NGRAM": {"speculative_adaptive": False, "speculative_ngram_capacity": 10_000},
+    "EAGLE3": {"speculative_num_steps": 3, "speculative_adaptive": False},
+}
 
-    config = EngineConfig(
-        model=str(write_tiny(tmp_path)), context_length=128, page_size=4, max_running_requests=2,
-        chunked_prefill_size=16, prefill_token_buckets=(16,), decode_batch_buckets=(2,), skip_warmup=True,
-        speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_adaptive=False,
-        speculative_ngram_capacity=10_000, compilation_cache_dir="",
-    )  # fmt: skip
-    engine = AsyncEngine.from_config(config)
-    asyncio.run(engine.start())
-    yield Api(engine)
-    asyncio.run(engine.stop())
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TINY."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@contextlib.contextmanager
+def drafting(tiny: Path, algorithm: str | None, programs: Path) -> Iterator[Served]:
+    """A server; EAGLE3 drafts quotes and commas alone, which an answer must go on with now and then."""
+    settings = {"speculative_num_draft_tokens": 4, **DRAFTERS[algorithm]} if algorithm else {}
+    if algorithm == "EAGLE3":
+        target = load_model(open_checkpoint(tiny), jnp.float32)
+        save_draft(programs / "head", init_draft("EAGLE3", target, jnp.float32, target_ids=list(b'",')))
+        settings["speculative_draft_model_path"] = str(programs / "head")
+    with serving(
+        str(tiny), context_length=512, chunked_prefill_size=16, prefill_token_buckets=(16,),
+        speculative_algorithm=algorithm, compilation_cache_dir=str(programs), **settings,
+    ) as served:  # fmt: skip
+        yield served
+
+
+@pytest.fixture(scope="module")
+def ngram(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with drafting(tiny, "NGRAM", tmp_path_factory.mktemp("ngram")) as served:
+        yield served
+
+
+@pytest.fixture
+def served(ngram: Served) -> Api:
+    """The same engine, called within the process."""
+    return Api(ngram.engine)
 
 
 def test_ngram_repeats_what_it_has_answered_and_says_so(served: Api) -> None:
@@ -119,3 +150,79 @@ def test_token_details_say_which_tokens_were_accepted_drafts(served: Api) -> Non
         told = (chunk["logprobs"] or {"content": []})["content"]
         assert len(told) == len(chunk.get("token_details", []))
     assert "token_details" not in served.chat(max_tokens=4).json()["choices"][0]
+
+
+# -- O-18 --------------------------------------------------------------------------------------------------------------
+
+CHAT = "/v1/chat/completions"
+WHOLE = '{"status":"ok","items":[1,2,3]}'
+NUMBER = "-?(0|[1-9][0-9]*)"
+FORM = re.compile(rf'\{{"status":"ok","items":\[{NUMBER},{NUMBER},{NUMBER}\]\}}')
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "status": {"enum": ["ok"]},
+        "items": {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 3},
+    },
+    "required": ["status", "items"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def chat(schema: dict[str, Any], content: str, max_tokens: int = 200) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    return {"messages": [{"role": "user", "content": content}], "response_format": form, "temperature": 0,
+            "max_tokens": max_tokens}  # fmt: skip
+
+
+def eight_at_once(served: Served) -> list[tuple[str, str]]:
+    """Text and finish reason of eight answers, half of them cut off, twice: NGRAM has seen them the second time."""
+    found = []
+    for _ in range(2):
+        with ThreadPoolExecutor(8) as threads:
+            bodies = [chat(SCHEMA, f"{number}: {WHOLE} {WHOLE}", (200, 27)[number % 2]) for number in range(8)]
+            answers = list(threads.map(lambda body: served.post(CHAT, **body), bodies))
+        found += [
+            (answer["choices"][0]["message"]["content"], answer["choices"][0]["finish_reason"]) for answer in answers
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain_answers(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Without speculation."""
+    with drafting(tiny, None, tmp_path_factory.mktemp("plain")) as served:
+        return eight_at_once(served)
+
+
+def check_schemas(served: Served, wanted: list[tuple[str, str]]) -> None:
+    found = eight_at_once(served)
+    assert found == wanted and {reason for _, reason in found} == {"stop", "length"}
+    for text, reason in found:
+        if reason == "stop":
+            assert FORM.fullmatch(text), text
+        else:  # cut off: what is there can be completed
+            assert reason == "length" and any(FORM.fullmatch(text + WHOLE[i:]) for i in range(len(WHOLE))), text
+    for bad in ({"type": "nonsense"}, {"type": "object", "minProperties": 3, "maxProperties": 1}):
+        with pytest.raises(Refused) as caught:
+            served.post(CHAT, **chat(bad, "x"))
+        assert caught.value.status == 400
+    assert served.post("/v1/completions", prompt="ok", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    assert eventually(served.idle)
+    state = served.engine.state()
+    assert state["pages_free"] + state["pages_evictable"] == state["pages_total"]
+
+
+def test_json_schemas_and_ngram(ngram: Served, plain_answers: list[tuple[str, str]]) -> None:
+    """O-18: eight requests at once, with overlap, in a batch of four."""
+    before = ngram.engine.state()["speculation"]["num_accepted"]
+    check_schemas(ngram, plain_answers)
+    assert ngram.engine.state()["speculation"]["num_accepted"] > before + 50
+
+
+def test_json_schemas_and_a_draft_model(tiny: Path, plain_answers: list[tuple[str, str]], tmp_path: Path) -> None:
+    """O-18 with EAGLE3: no mask fits what stands behind a draft, so none may hold, not even a right one."""
+    with drafting(tiny, "EAGLE3", tmp_path) as served:
+        check_schemas(served, plain_answers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from drafters import TreeProphet
@@ -9,17 +12,25 @@ from drafters import TreeProphet
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.runner.step_program import DraftForm, DraftRows
+from jaxserve.runner.worker import TargetWorker
 from jaxserve.speculative import registry
 from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
+from jaxserve.speculative.eagle import EagleAlgorithm
 from jaxserve.testing import AlgorithmConformanceError, algorithm_conformance, examine_algorithm
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What compiled programs are found by again: compiling takes most of the time."""
+    return {"compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"speculative_ngram_max_bfs_breadth": 4}, {"speculative_ngram_fence": "relay"}], ids=str
 )
-def test_ngram_conforms(settings):
+def test_ngram_conforms(settings, programs):
     before = dict(registry._registered)  # of other tests
-    report = algorithm_conformance("NGRAM", settings=settings)
+    report = algorithm_conformance("NGRAM", settings=programs | settings)
     assert report.num_accepted > 30 and report.num_drafted > report.num_accepted
     assert registry._registered == before
 
@@ -33,9 +44,9 @@ class Repeats(SpeculativeAlgorithm):
         return Proposals(tokens, parents, np.full(len(contexts), num_drafts, np.int32))
 
 
-def test_an_algorithm_of_ones_own_conforms():
+def test_an_algorithm_of_ones_own_conforms(programs):
     before = dict(registry._registered)
-    assert algorithm_conformance(Repeats, page_sizes=(4,)).num_drafted > 100
+    assert algorithm_conformance(Repeats, page_sizes=(4,), settings=programs).num_drafted > 100
     assert registry._registered == before
 
 
@@ -45,10 +56,39 @@ class LeavesTheEvent(Repeats):
         return DraftForm(DraftRows.LIVE)
 
 
-def test_a_worker_that_does_not_clear_is_named_and_caught_by_its_tokens():
-    report = examine_algorithm(LeavesTheEvent, page_sizes=(4,))
+def test_a_worker_that_does_not_clear_is_named_and_caught_by_its_tokens(programs):
+    report = examine_algorithm(LeavesTheEvent, page_sizes=(4,), settings=programs)
     assert any("leaves the read-done event in the mailbox" in v for v in report.violations)
     assert any("differs from plain decoding" in v for v in report.violations)
+
+
+class Elsewhere(TargetWorker):
+    """Its steps are said to end with a runner that has no part in them."""
+
+    @property
+    def last_shared_read_runner(self) -> Any:
+        return SimpleNamespace(name="other", shared_read_done_event=None, take_shared_read_done_event=lambda: None)
+
+
+class AsksElsewhere(Repeats):
+    def make_worker(self, runner: Any, step_runner: Any) -> TargetWorker:
+        return Elsewhere(runner, step_runner)
+
+
+def test_a_wrong_owner_of_the_event_is_named(programs):
+    report = examine_algorithm(AsksElsewhere, page_sizes=(4,), settings=programs)
+    assert report.violations == [
+        "last_shared_read_runner is 'other', but the launch of 'target' reads shared rows last"
+    ]
+
+
+class DraftsInVain(Repeats):
+    draft_form = EagleAlgorithm.draft_form
+
+
+def test_drafts_that_nobody_would_look_at_are_named():
+    report = examine_algorithm(DraftsInVain)
+    assert report.violations[0].startswith("propose() returns drafts, but draft_form() says RELAYED")
 
 
 class WrongShape(Repeats):

@@ -53,7 +53,7 @@ def test_the_distribution_and_the_acceptance(models, temperature, top_k):
     target, draft = models
     engine = make_engine(
         target, context_length=1024, speculative_algorithm="STANDALONE", speculative_draft_model_path=str(draft),
-        speculative_num_steps=1,
+        speculative_num_steps=1, speculative_adaptive=False,
     )  # fmt: skip
     counts = np.zeros(BYTE_VOCAB, int)
     try:

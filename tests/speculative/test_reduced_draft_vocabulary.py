@@ -75,7 +75,7 @@ class Seen(NamedTuple):
 def served(folders: dict[str, Path], head: str, **settings: Any) -> Seen:
     engine = make_engine(
         folders["target"], speculative_algorithm="EAGLE", speculative_draft_model_path=str(folders[head]),
-        speculative_num_steps=NUM_DRAFTS, disable_overlap_schedule=True, **settings,
+        speculative_num_steps=NUM_DRAFTS, speculative_adaptive=False, disable_overlap_schedule=True, **settings,
     )  # fmt: skip
     relays: list[np.ndarray] = []
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import STALL_US, make_engine, run, workload
+from harness import SETTINGS, STALL_US, change_sizes, make_engine, run, workload
 from oracle import full_attention
 
 from jaxserve.barrier.native import native_module
@@ -27,6 +27,7 @@ from jaxserve.models.loading.weights import LoadedModel, load_model
 from jaxserve.runner.sampler import gumbel_noise
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, sampling_row
 from jaxserve.runner.worker import DraftWorker
+from jaxserve.testing import algorithm_conformance
 from jaxserve.testing.poison import Poison
 
 ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
@@ -44,7 +45,11 @@ CASES = [(algorithm, "native") for algorithm in ALGORITHMS]
 CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name not in ("native", "xla-live", "planned")]
 CONFIGURATIONS["race check"] = {"race_check": True}
 CONFIGURATIONS["trees"] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 7}
-CASES += [("EAGLE", "trees"), ("EAGLE3", "race check"), ("DFLASH", "xla-live")]
+CONFIGURATIONS["changing sizes"] = {"speculative_adaptive": True}
+CONFIGURATIONS["trees, changing sizes"] = CONFIGURATIONS["trees"] | {"speculative_adaptive": True}
+CASES += [("EAGLE", "trees, changing sizes"), ("EAGLE3", "race check"), ("DFLASH", "xla-live")]
+CASES += [("STANDALONE", "changing sizes")]
+PADDED = 64  # tokens the oracle computes at a time, so that it compiles once; those behind a sequence change nothing
 STALLS = {"snapshot.before_reads": STALL_US // 2, "stream.before_copy": STALL_US // 4}
 
 
@@ -80,9 +85,8 @@ def sampled_tokens(tiny_model: Path) -> list[list[int]]:
 
 
 def drafting(tiny_model: Path, heads: dict[str, Path], algorithm: str, **settings: Any) -> Engine:
-    return make_engine(
-        tiny_model, speculative_algorithm=algorithm, speculative_draft_model_path=str(heads[algorithm]), **settings
-    )
+    drafts = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(heads[algorithm])}
+    return make_engine(tiny_model, **{"speculative_adaptive": False, **drafts, **settings})
 
 
 @pytest.fixture
@@ -95,11 +99,13 @@ def points() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("algorithm", "configuration"), CASES)
 def test_tokens_are_those_of_plain_decoding(
-    algorithm, configuration, tiny_model, heads, right_tokens, sampled_tokens, points
+    algorithm, configuration, tiny_model, heads, right_tokens, sampled_tokens, points, monkeypatch
 ):
     """Greedy and drawn, with every shared row overwritten as soon as the barrier allows it, and under stalls."""
     engine = drafting(tiny_model, heads, algorithm, **CONFIGURATIONS[configuration])
     poison = Poison(engine)
+    if "changing" in configuration:
+        change_sizes(monkeypatch, engine)
     try:
         assert run(engine, "greedy") == right_tokens
         engine.scheduler.speculation.reset_figures()
@@ -148,15 +154,21 @@ def test_the_target_does_not_own_the_event_of_a_draft_model(tiny_model, heads, m
         engine.close()
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_it_conforms(algorithm, tiny_model, heads):
+    own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
+    report = algorithm_conformance(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
+    assert report.num_drafted > 500 and report.num_accepted > 5
+
+
 # -- drafts against a full recomputation ------------------------------------------------------------------------------
 
 
-def captured(target: LoadedModel, token_ids: list[int], points: tuple[int, ...]) -> jax.Array:
-    seen: dict[int, jax.Array] = {}
-    ids, positions = np.array(token_ids, np.int32), np.arange(len(token_ids), dtype=np.int32)
-    model = target.bind(target.leaves)
-    seen[FINAL] = model(ids, positions, full_attention(target.config.attention_windows), seen.__setitem__)
-    return jnp.concatenate([seen[point] for point in points], axis=1)
+POSITIONS = np.arange(PADDED, dtype=np.int32)
+
+
+def padded(token_ids: list[int]) -> np.ndarray:
+    return np.pad(np.array(token_ids, np.int32), (0, PADDED - len(token_ids)))
 
 
 class Oracle:
@@ -170,7 +182,34 @@ class Oracle:
         self.target, self.algorithm = target, algorithm
         draft = engine.scheduler.speculation.algorithm.draft
         self.model: Any = draft.bind(draft.leaves)
-        self.attend = full_attention(draft.config.attention_windows)
+        self._leaves = draft.leaves
+        attend = full_attention(draft.config.attention_windows)
+
+        @jax.jit
+        def features_of(target_leaves: list[jax.Array], leaves: list[jax.Array], token_ids: np.ndarray) -> jax.Array:
+            seen: dict[int, jax.Array] = {}
+            attend = full_attention(target.config.attention_windows)
+            seen[FINAL] = target.bind(target_leaves)(token_ids, POSITIONS, attend, seen.__setitem__)
+            model: Any = draft.bind(leaves)
+            return model.features(jnp.concatenate([seen[point] for point in model.feature_points], axis=1))
+
+        @jax.jit
+        def hidden_of(leaves: list[jax.Array], token_ids: np.ndarray, *features: jax.Array) -> jax.Array:
+            return draft.bind(leaves)(token_ids, POSITIONS, *features, attend)
+
+        @jax.jit
+        def logits_of(leaves: list[jax.Array], hidden: jax.Array) -> jax.Array:
+            return draft.bind(leaves).logits(hidden[None])[0]
+
+        self._features_of, self._hidden_of, self._logits_of = features_of, hidden_of, logits_of
+
+    def features(self, token_ids: list[int]) -> jax.Array:
+        """What the draft model builds on, one row per position."""
+        return self._features_of(self.target.leaves, self._leaves, padded(token_ids))
+
+    def logits(self, hidden: jax.Array) -> np.ndarray:
+        """float32[draft vocabulary]."""
+        return np.asarray(self._logits_of(self._leaves, hidden))
 
     def target_ids(self) -> np.ndarray:
         """The target's id of each draft id."""
@@ -190,7 +229,7 @@ class Oracle:
         ids = self.target_ids()
         _, ints = sampling_row(sequence.request.params, sequence.seed, vocab)
         noise = gumbel_noise(*(jnp.int32(ints[place]) for place in (SEED_LOW, SEED_HIGH)), jnp.int32(position), vocab)
-        scaled = np.asarray(self.model.logits(hidden[None]))[0] / SAMPLED["temperature"]
+        scaled = self.logits(hidden) / SAMPLED["temperature"]
         scores = scaled + np.asarray(noise)[ids]
         second, first = np.argsort(scores)[-2:]
         return int(ids[first]), float(scores[first] - scores[second])
@@ -206,32 +245,30 @@ class Oracle:
         return drafts
 
     def _chain(self, token_ids: list[int]) -> Any:
-        if self.algorithm == "STANDALONE":
-            features = None
-        else:
-            features = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:-1]
+        features = None if self.algorithm == "STANDALONE" else self.features(token_ids)
 
         def hidden_of(drafts: list[int]) -> jax.Array:
             nonlocal features
-            tokens = np.array([*token_ids, *drafts], np.int32)
+            tokens = [*token_ids, *drafts]
             if features is None:
-                return self.model(tokens, np.arange(len(tokens), dtype=np.int32), self.attend)[-1]
-            positions = np.arange(len(tokens) - 1, dtype=np.int32)
-            hidden = self.model(tokens[1:], positions, features, self.attend)
-            features = jnp.concatenate([features, hidden[-1:]])
-            return hidden[-1]
+                return self._hidden_of(self._leaves, padded(tokens))[len(tokens) - 1]
+            last = len(tokens) - 2  # entry i takes the features at i and the token behind it
+            hidden = self._hidden_of(self._leaves, padded(tokens[1:]), features)
+            features = features.at[last + 1].set(hidden[last])
+            return hidden[last]
 
         return hidden_of
 
     def _block(self, token_ids: list[int]) -> Any:
         known = len(token_ids) - 1
-        states = self.model.features(captured(self.target, token_ids, self.model.feature_points))[:known]
-        context = self.model.context(states, np.arange(known, dtype=np.int32))
+        context = self.model.context(self.features(token_ids), POSITIONS)
+        seen = np.concatenate([known > POSITIONS, np.ones(NUM_DRAFTS + 1, bool)])
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: None = None) -> jax.Array:
             keys, values = (jnp.concatenate([old, new]) for old, new in zip(context[layer], (k, v), strict=True))
             keys, values = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (keys, values))
-            weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2]), axis=-1)
+            scores = jnp.einsum("qhd,khd->hqk", q, keys) / np.sqrt(q.shape[2])
+            weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
             return jnp.einsum("hqk,khd->qhd", weights, values)
 
         block = np.array([token_ids[-1]] + [self.model.mask_token_id] * NUM_DRAFTS, np.int32)
@@ -244,7 +281,7 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
     and how many tokens of each prompt were cached."""
     compared, cached = 0, [0] * len(requests)
     for number, (prompt, length) in enumerate(requests):
-        params = SamplingParams(max_tokens=min(length, 7), ignore_eos=True, **{**SAMPLED, "seed": number})
+        params = SamplingParams(max_tokens=length, ignore_eos=True, **{**SAMPLED, "seed": number})
         engine.add(Request(str(number), tuple(prompt), params))
     while engine.has_work:
         for delta in engine.step():
@@ -253,7 +290,10 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
         for sequence in engine.scheduler.running:
             if sequence.slot is None or sequence.prefilling or sequence.num_in_flight:
                 continue
-            for drafted, (token, margin) in zip(relay[sequence.slot], oracle.drafts(sequence), strict=True):
+            there = sequence.num_drafts
+            assert np.all(relay[sequence.slot, there:] == -1), "as many as the scheduler counts on"
+            known = zip(relay[sequence.slot, :there], oracle.drafts(sequence), strict=False)
+            for drafted, (token, margin) in known:
                 if margin < 1e-3:
                     break  # rounding may decide, and all that follows depends on it
                 assert drafted == token, f"behind {len(sequence.token_ids)} tokens"
@@ -262,11 +302,14 @@ def compare_drafts(engine: Engine, oracle: Oracle, requests: list[tuple[list[int
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target):
-    """Behind prompts of one and of several chunks and behind every verify step, several sequences at a time."""
-    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True)
+def test_drafts_equal_a_full_recomputation(algorithm, tiny_model, heads, target, monkeypatch):
+    """Behind prompts of one and of several chunks and behind every step, whether it verifies many drafts, few or none;
+    several sequences at a time."""
+    engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, speculative_adaptive=True)
+    chosen = change_sizes(monkeypatch, engine)
     try:
         compared, _ = compare_drafts(engine, Oracle(engine, target, algorithm), workload()[1:4])
+        assert set(chosen) == {1, 2, NUM_DRAFTS + 1}
         assert compared > 12
         assert engine.scheduler.speculation.figures.num_accepted > 1
     finally:
@@ -291,12 +334,16 @@ def test_drafts_behind_cached_pages_equal_a_full_recomputation(algorithm, tiny_m
         engine.close()
 
 
-def kv_behind(engine: Engine, begin: list[int]) -> tuple[int, dict[str, np.ndarray]]:
+def kv_behind(engine: Engine, begin: list[int], together: bool = False) -> tuple[int, dict[str, np.ndarray]]:
     """Cached tokens of a prompt that parts from an earlier one behind ``begin``; and of its positions, and some of its
-    output, the KV in each pool, [position, layers, 2, heads, D]. The cache is empty afterwards."""
+    output, the KV in each pool, [position, layers, 2, heads, D]. The cache is empty afterwards.
+
+    Args:
+        together: both arrive at once, so it hits what the other computes meanwhile.
+    """
     prompts = {"first": (*begin, 7, 8), "second": (*begin, 100, 9, 10)}
     for name, prompt in prompts.items():
-        while engine.has_work:
+        while engine.has_work and not together:
             engine.step()
         engine.add(Request(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
     [sequence] = engine._requests["second"]
@@ -322,6 +369,8 @@ def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_mode
         engine = drafting(tiny_model, heads, algorithm, disable_overlap_schedule=True, disable_radix_cache=off)
         try:
             found["no cache" if off else "cache"] = kv_behind(engine, begin)
+            if not off:
+                found["together"] = kv_behind(engine, begin, together=True)
             if needs_lookahead and not off:
                 engine.scheduler.memory.cache.lookahead = 0
                 found["no lookahead"] = kv_behind(engine, begin)
@@ -332,8 +381,9 @@ def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_mode
         pairs = zip(found[way][1][pool], found["no cache"][1][pool], strict=True)
         return [position for position, (kv, right) in enumerate(pairs) if not np.allclose(kv, right, rtol=0, atol=1e-4)]
 
-    assert [cached for cached, _ in found.values()] == [0, *([8, 12] if needs_lookahead else [12])]
-    assert wrong("cache", "target") == wrong("cache", "draft") == []
+    assert [cached for cached, _ in found.values()] == [0, *([8, 8, 12] if needs_lookahead else [12, 12])]
+    for way in ("cache", "together"):
+        assert wrong(way, "target") == wrong(way, "draft") == []
     if needs_lookahead:
         assert wrong("no lookahead", "target") == [] and wrong("no lookahead", "draft")[:1] == [11]
 
@@ -349,7 +399,7 @@ def recomputed_tree(
         children: dict[tuple[int, ...], float] = {}
         for path in beam:
             hidden = oracle.state_of(token_ids, path)
-            likely = np.asarray(jax.nn.log_softmax(oracle.model.logits(hidden[None])))[0]
+            likely = np.asarray(jax.nn.log_softmax(oracle.logits(hidden)))
             for place in np.argsort(-likely)[:topk]:
                 children[*path, int(ids[place])] = scores.get(path, 0.0) + float(likely[place])
         scores |= children
