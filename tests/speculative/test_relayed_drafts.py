@@ -347,9 +347,9 @@ def kv_behind(engine: Engine, begin: list[int], together: bool = False) -> tuple
             engine.step()
         engine.add(Request(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)))
     [sequence] = engine._requests["second"]
-    while len(sequence.token_ids) < len(prompts["second"]) + 5:
+    while len(sequence.token_ids) < len(prompts["second"]) + 12:
         engine.step()
-    worker, known = engine.parts.worker, np.arange(len(prompts["second"]) + 3)
+    worker, known = engine.parts.worker, np.arange(len(prompts["second"]) + 10)
     pages, offsets = np.array(sequence.page_ids)[known // 4], known % 4
     runners = {"target": worker.model_runner, "draft": worker.draft_runner.runner}
     kept = {name: np.asarray(runner.pool.data)[:, :, :, pages, offsets] for name, runner in runners.items()}
@@ -360,9 +360,9 @@ def kv_behind(engine: Engine, begin: list[int], together: bool = False) -> tuple
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_model, heads):
-    """Position by position, in both pools. With a lookahead too short the comparison finds the one position whose entry
-    depends on the token behind its page."""
+def test_kv_is_that_of_an_engine_without_cache_and_with_one_pace(algorithm, tiny_model, heads, monkeypatch):
+    """Position by position, in both pools: behind a hit, and behind steps that verify many drafts, few or none. With a
+    lookahead too short the comparison finds the one position whose entry depends on the token behind its page."""
     begin, found = workload()[1][0][:12], {}
     needs_lookahead = algorithm.startswith("EAGLE")
     for off in (True, False):
@@ -376,13 +376,22 @@ def test_kv_behind_a_hit_is_that_of_an_engine_without_cache(algorithm, tiny_mode
                 found["no lookahead"] = kv_behind(engine, begin)
         finally:
             engine.close()
+    engine = drafting(
+        tiny_model, heads, algorithm, disable_overlap_schedule=True, disable_radix_cache=True, speculative_adaptive=True
+    )
+    chosen = change_sizes(monkeypatch, engine)
+    try:
+        found["changing sizes"] = kv_behind(engine, begin)
+        assert set(chosen) == {1, 2, NUM_DRAFTS + 1}
+    finally:
+        engine.close()
 
     def wrong(way: str, pool: str) -> list[int]:
         pairs = zip(found[way][1][pool], found["no cache"][1][pool], strict=True)
         return [position for position, (kv, right) in enumerate(pairs) if not np.allclose(kv, right, rtol=0, atol=1e-4)]
 
-    assert [cached for cached, _ in found.values()] == [0, *([8, 8, 12] if needs_lookahead else [12, 12])]
-    for way in ("cache", "together"):
+    assert [cached for cached, _ in found.values()] == [0, *([8, 8, 12] if needs_lookahead else [12, 12]), 0]
+    for way in ("cache", "together", "changing sizes"):
         assert wrong(way, "target") == wrong(way, "draft") == []
     if needs_lookahead:
         assert wrong("no lookahead", "target") == [] and wrong("no lookahead", "draft")[:1] == [11]
