@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -203,6 +204,15 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens' logits depend on how often they occurred."""
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @functools.cached_property
+    def takes_likeliest(self) -> bool:
+        """Whether every token is the likeliest by the model's own logits, and nothing is told of others; masks aside.
+
+        Remembered: it is asked for every row of every step.
+        """
+        asks = self.logprobs is not None or self.has_penalties or self.logit_bias or self.min_tokens
+        return self.greedy and not asks
 
     @property
     def greedy(self) -> bool:

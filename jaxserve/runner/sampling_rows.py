@@ -37,25 +37,15 @@ def sampling_row(
     ints = np.zeros(NUM_SAMPLING_INTS, np.int32)
     ints[TOP_K] = top_k
     ints[[SEED_LOW, SEED_HIGH]] = np.array([seed], np.uint64).view(np.int32)
-    ints[FLAGS] = flags_of(params)
-    ints[MIN_LENGTH] = prompt_len + params.min_tokens
-    return floats, ints
-
-
-def flags_of(params: SamplingParams) -> int:
-    """What stands in the column FLAGS."""
-    flags = (
+    for flag, is_set in (
         (WANTS_LOGPROBS, params.logprobs is not None),
         (HAS_PENALTIES, params.has_penalties),
         (HAS_BIAS, params.logit_bias),
         (HAS_MIN_TOKENS, params.min_tokens),
-    )
-    return sum(flag for flag, is_set in flags if is_set)
-
-
-def takes_likeliest(params: SamplingParams) -> bool:
-    """Whether every token is the likeliest by the model's own logits, and nothing else is asked; masks aside."""
-    return params.temperature == 0.0 and not flags_of(params)
+    ):
+        ints[FLAGS] |= flag if is_set else 0
+    ints[MIN_LENGTH] = prompt_len + params.min_tokens
+    return floats, ints
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

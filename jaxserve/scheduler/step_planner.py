@@ -12,7 +12,6 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.runner.batch import History, StepBatch
-from jaxserve.runner.sampling_rows import takes_likeliest
 from jaxserve.scheduler.logprobs import prompt_use
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.token_masks import masks_of
@@ -191,4 +190,4 @@ class StepPlanner:
 
 
 def _all_greedy(sequences: list[Sequence]) -> bool:
-    return all(s.constraint is None and takes_likeliest(s.request.params) for s in sequences)
+    return all(s.constraint is None and s.request.params.takes_likeliest for s in sequences)
