@@ -39,7 +39,7 @@ serve: $(INSTALLED)
 	$(BIN)/jaxserve serve --model "$(MODEL)" --port $(PORT) $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)

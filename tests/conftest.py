@@ -17,12 +17,28 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
+# Files that take half a minute or more, the longest first. Whole files go to workers: where a long one begins last, the
+# others have nothing to do meanwhile.
+LONGEST = (
+    "reference_model/test_greedy_reference.py", "speculative/test_relayed_drafts.py", "attention/test_conformance.py",
+    "speculative/test_check_lossless.py", "race/test_stalls.py", "race/test_race_check.py",
+    "speculative/test_algorithm_conformance.py", "server/test_server_fuzz.py", "speculative/test_mtp_served.py",
+    "speculative/test_figures.py", "controls/test_logit_controls.py", "engine/test_mimo_serving.py",
+    "cuda/test_fake_device.py", "speculative/test_drawn_drafts.py", "runner/test_compiled_programs.py",
+)  # fmt: skip
+
 # Test modules import the oracle and the tiny checkpoints by name, from whatever folder they lie in.
 sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "regenerate: recomputes expected values with transformers; needs torch")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture(scope="session")
