@@ -41,7 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "planned": {"attention_backend": "planned"},
     "xla, no marker": {"attention_backend": "xla", "shared_read_marker": False},
 }
-CASES = [(algorithm, "native") for algorithm in ALGORITHMS]
+CASES = [(algorithm, "native") for algorithm in ALGORITHMS if algorithm != "STANDALONE"]
 CASES += [("EAGLE3", name) for name in CONFIGURATIONS if name not in ("native", "xla-live", "planned")]
 CONFIGURATIONS["race check"] = {"race_check": True}
 CONFIGURATIONS["trees"] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 7}
