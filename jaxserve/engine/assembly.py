@@ -195,7 +195,7 @@ def assemble(
 
     layout = RowLayout(
         config.max_running_requests, ceil_div(context_length, config.page_size),
-        num_drafts=0 if drafts.is_relayed else max(buckets.verify_tokens, default=1) - 1,
+        num_drafts=0 if drafts.is_relayed else buckets.most_drafts,
     )  # fmt: skip
     rows = SharedRows(layout, platform, config.fence_timeout_s, config.shared_updates)
     runner = ModelRunner(
@@ -210,7 +210,7 @@ def assemble(
         worker = TargetWorker(runner, step_runner) if algorithm is None else algorithm.make_worker(runner, step_runner)
         speculation = None
         if algorithm is not None:
-            depth = (config.speculative_num_steps if drafts.is_tree else buckets.verify_tokens[-1] - 1) or 0
+            depth = (config.speculative_num_steps if drafts.is_tree else buckets.most_drafts) or 0
             speculation = Speculation(
                 algorithm,
                 buckets,

@@ -30,6 +30,11 @@ class Buckets:
     width_tokens: tuple[int, ...]
     verify_tokens: tuple[int, ...] = ()
 
+    @property
+    def most_drafts(self) -> int:
+        """Drafts per row of the largest verify program; 0 where none verifies."""
+        return max(self.verify_tokens, default=1) - 1
+
     def width_for(self, max_length: int) -> int:
         """The smallest width, in tokens, that holds a sequence of ``max_length``."""
         return bucket_for(max_length, self.width_tokens)

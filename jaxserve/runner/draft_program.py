@@ -269,16 +269,16 @@ def end_of(key: ProgramKey, ticket: jax.Array, rows: StepRows, tables: list[jax.
 
 def chain_from(
     forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
-    position: jax.Array, task: DraftTask, depth: int,
+    position: jax.Array, task: DraftTask,
 ) -> jax.Array:  # fmt: skip
     """Drafts one after the other, int32[B, D], -1 behind the last.
 
     Args:
-        depth: how many to make.
         state: [B, H], the draft model's state at the newest token.
         lengths: int32[B], entries of the draft model before the first draft.
         position: int32[B], where the first draft will stand.
     """
+    depth = task.depth(forward.key.shape)
     drafts: list[jax.Array] = []
     states: list[jax.Array] = []
     for place in range(depth):
@@ -315,8 +315,6 @@ def make_draft_program(
         drafts_from: what is drafted, see ``chain_from``: a row of the relay for each row of the batch.
     """
 
-    depth = task.depth(key.shape)
-
     def draft(leaves, pool: PagedKV, drafted: jax.Array, ticket, tables: list[jax.Array], inputs: HostInputs,
               private: tuple[StepRows, StepMetadata] | None, handover: Handover) -> DraftOutputs:  # fmt: skip
         rows, metadata = given_rows(key, backend, ticket, tables, inputs, private, handover, task)
@@ -328,7 +326,7 @@ def make_draft_program(
         lengths, counts = task.span(handover)
         state, pool = forward.extend(pool, lengths, counts, tokens, features)
         position = handover.lengths + handover.counts + 1  # of the first draft: behind the newest token
-        chosen = drafts_from(forward, model, pool, rows, state, lengths + counts, position, task, depth)
+        chosen = drafts_from(forward, model, pool, rows, state, lengths + counts, position, task)
         slots = inputs.relay_slots if key.shape.mode is ForwardMode.EXTEND else rows.slots
         drafted = drafted.at[slots].set(chosen)
         end = end_of(key, ticket, rows, tables, [pool.data, drafted, chosen], used)

@@ -85,12 +85,7 @@ class StepRunner(PhaseRunner):
             "step",
             lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
             lambda key: step_arguments(
-                key,
-                runner.rows.layout,
-                runner.model.leaves,
-                runner.kv,
-                vocab_size,
-                max(buckets.verify_tokens, default=1) - 1,
+                key, runner.rows.layout, runner.model.leaves, runner.kv, vocab_size, buckets.most_drafts
             ),
             names=STEP_ARGUMENTS,
             donate=STEP_DONATES,

@@ -124,10 +124,10 @@ def grown(
 
 def tree_from(
     forward: DraftPass, model: Any, pool: PagedKV, rows: StepRows, state: jax.Array, lengths: jax.Array,
-    position: jax.Array, task: DraftTask, depth: int,
+    position: jax.Array, task: DraftTask,
 ) -> jax.Array:  # fmt: skip
     """As ``chain_from``: int32[B, 2 D], D drafts and then their parents. A tree is drafted whole, or not at all."""
-    if not depth:
+    if not task.depth(forward.key.shape):
         return jnp.full((state.shape[0], 2 * task.num_drafts), -1, jnp.int32)
     found = grown(forward, model, pool, rows, state, lengths, position, task)
     return jnp.concatenate(chosen_tree(found, task.num_drafts), 1)

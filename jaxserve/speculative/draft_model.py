@@ -170,7 +170,7 @@ class DraftModelAlgorithm(SpeculativeAlgorithm):
 
     def _task(self, step_runner: StepRunner, number: int) -> DraftTask:
         vocab_size = step_runner.runner.model.config.vocab_size
-        return self.draft_task(vocab_size, step_runner.buckets.verify_tokens[-1] - 1, number)
+        return self.draft_task(vocab_size, step_runner.buckets.most_drafts, number)
 
     def _features(self, step_runner: StepRunner) -> tuple[int, Any]:
         """How many numbers per token the target's programs hand over, and their dtype."""

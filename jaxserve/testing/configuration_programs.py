@@ -116,7 +116,7 @@ class ConfigurationPrograms:
                 layout=RowLayout(
                     config.max_running_requests,
                     ceil_div(context_length, config.page_size),
-                    num_drafts=0 if drafts.is_relayed else max(buckets.verify_tokens, default=1) - 1,
+                    num_drafts=0 if drafts.is_relayed else buckets.most_drafts,
                 )
             ),
             config=config,
