@@ -20,11 +20,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # Files that take half a minute or more, the longest first. Whole files go to workers: where a long one begins last, the
 # others have nothing to do meanwhile.
 LONGEST = (
-    "reference_model/test_greedy_reference.py", "speculative/test_relayed_drafts.py", "attention/test_conformance.py",
-    "speculative/test_check_lossless.py", "race/test_stalls.py", "race/test_race_check.py",
-    "speculative/test_algorithm_conformance.py", "server/test_server_fuzz.py", "speculative/test_mtp_served.py",
-    "speculative/test_figures.py", "controls/test_logit_controls.py", "engine/test_mimo_serving.py",
-    "cuda/test_fake_device.py", "speculative/test_drawn_drafts.py", "runner/test_compiled_programs.py",
+    "reference_model/test_greedy_reference.py", "speculative/test_relayed_drafts.py",
+    "speculative/test_recomputed_drafts.py", "attention/test_conformance.py", "speculative/test_check_lossless.py",
+    "race/test_stalls.py", "race/test_race_check.py", "speculative/test_algorithm_conformance.py",
+    "server/test_server_fuzz.py", "speculative/test_mtp_served.py", "speculative/test_figures.py",
+    "controls/test_logit_controls.py", "engine/test_mimo_serving.py", "cuda/test_fake_device.py",
+    "speculative/test_drawn_drafts.py", "runner/test_compiled_programs.py",
 )  # fmt: skip
 
 # Test modules import the oracle and the tiny checkpoints by name, from whatever folder they lie in.

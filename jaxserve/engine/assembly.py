@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.paged_kv import KVLayout
@@ -66,11 +67,19 @@ def resolve_model_path(model: str) -> Path:
 
 
 def enable_compilation_cache(folder: str | None) -> None:
-    """Turns the persistent XLA cache on (None: ``JAX_COMPILATION_CACHE_DIR`` or the default folder; "": off)."""
+    """Sets the folder of the persistent XLA cache.
+
+    Args:
+        folder: None: that of ``JAX_COMPILATION_CACHE_DIR``, or the default one; "": no cache. Holds for the whole
+            process, from the next compilation on.
+    """
     if folder == "":
-        return
-    chosen = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_folder() / "xla")
-    jax.config.update("jax_compilation_cache_dir", chosen)
+        chosen = None
+    else:
+        chosen = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(cache_folder() / "xla")
+    if chosen != jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        compilation_cache.reset_cache()  # jax looks at the folder once, when it first compiles
     # The default keeps only programs that took over a second to compile, and starts most of ours from nothing.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -208,7 +208,7 @@ def target_ids_of(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab: i
             f"{list(d2t.shape)}; "
             f"{remedy}"
         )
-    if t2d is not None and d2t.any() and np.array_equal(np.flatnonzero(t2d), d2t):
+    if t2d is not None and d2t.any() and draft_vocab > 1 and np.array_equal(np.flatnonzero(t2d), d2t):
         raise ModelLoadError(
             "tensor d2t holds target ids, wanted offsets (target id - draft id); subtract 0, 1, 2, ..."
         )

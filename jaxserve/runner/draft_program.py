@@ -39,7 +39,7 @@ from jaxserve.barrier import ops
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.either import either
 from jaxserve.runner.handover import Handover
-from jaxserve.runner.sampler import filtered_logits, gumbel_noise
+from jaxserve.runner.sampler import best_tokens, gumbel_noise, perturbed_logits
 from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
 from jaxserve.runner.step_program import HostInputs, ProgramKey, read_rows
 
@@ -141,18 +141,23 @@ def choose(
     """
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
     logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
-    best = jnp.argmax(logits, -1)
+    best, _ = best_tokens(logits)
     if is_greedy:
         return ids[best]
-    ints, is_random = rows.sampling_ints, rows.sampling_floats[:, TEMPERATURE] > 0
+    is_random = rows.sampling_floats[:, TEMPERATURE] > 0
 
-    def drawn(_: Any) -> jax.Array:
-        noise = jax.vmap(lambda low, high, position: gumbel_noise(low, high, position, task.vocab_size))
-        gumbel = noise(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)[:, ids]
-        perturbed = filtered_logits(logits, rows.sampling_floats, ints) + gumbel
-        return jnp.where(is_random, jnp.argmax(perturbed, -1), best)
+    def drawn(logits: jax.Array) -> jax.Array:
+        noise = draft_noise(rows, positions, task, ids)
+        perturbed = perturbed_logits(logits, rows.sampling_floats, rows.sampling_ints, noise)
+        return jnp.where(is_random, best_tokens(perturbed)[0], best)
 
-    return ids[either(jnp.any(is_random), drawn, lambda _: best, None)]
+    return ids[either(jnp.any(is_random), drawn, lambda _: best, logits)]
+
+
+def draft_noise(rows: StepRows, positions: jax.Array, task: DraftTask, ids: jax.Array) -> jax.Array:
+    """float32[B, draft vocabulary]: what the target model adds to the logits of ``ids`` at ``positions`` int32[B]."""
+    seeds = rows.sampling_ints[:, SEED_LOW], rows.sampling_ints[:, SEED_HIGH]
+    return gumbel_noise(*seeds, positions, task.vocab_size)[:, ids]
 
 
 def make_draft_prep_program(key: ProgramKey, backend: AttentionBackend, task: DraftTask) -> Callable:

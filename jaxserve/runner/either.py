@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# Which of the two is being traced. Without it a choice within a choice would be traced for both at every level.
+_traced: contextvars.ContextVar[str | None] = contextvars.ContextVar("traced", default=None)
 
 
 def either(predicate: jax.Array, changed: Callable[..., Any], unchanged: Callable[..., Any], *operands: Any) -> Any:
@@ -17,9 +22,23 @@ def either(predicate: jax.Array, changed: Callable[..., Any], unchanged: Callabl
     """
 
     def by_conditional(predicate: jax.Array, *operands: Any) -> Any:
-        return jax.lax.cond(predicate, changed, unchanged, *operands)
+        with _tracing("conditional"):
+            return jax.lax.cond(predicate, changed, unchanged, *operands)
 
     def by_selection(predicate: jax.Array, *operands: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), changed(*operands), unchanged(*operands))
+        with _tracing("selection"):
+            return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), changed(*operands), unchanged(*operands))
 
+    outer = _traced.get()
+    if outer is not None:
+        return {"conditional": by_conditional, "selection": by_selection}[outer](predicate, *operands)
     return jax.lax.platform_dependent(predicate, *operands, cpu=by_conditional, default=by_selection)
+
+
+@contextlib.contextmanager
+def _tracing(way: str) -> Iterator[None]:
+    token = _traced.set(way)
+    try:
+        yield
+    finally:
+        _traced.reset(token)

@@ -18,11 +18,12 @@ from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.runner.draft_program import (
     DraftPass,
     DraftTask,
+    draft_noise,
     ids_of,
 )
 from jaxserve.runner.either import either
-from jaxserve.runner.sampler import filtered_logits, gumbel_noise
-from jaxserve.runner.sampling_rows import SEED_HIGH, SEED_LOW, TEMPERATURE
+from jaxserve.runner.sampler import perturbed_logits
+from jaxserve.runner.sampling_rows import TEMPERATURE
 
 
 class Found(NamedTuple):
@@ -54,15 +55,17 @@ def likeliest(
     """
     ids = jnp.arange(logits.shape[-1], dtype=jnp.int32) if target_ids is None else target_ids
     logits = jnp.where(ids < task.num_ids, logits, -jnp.inf)
-    ints, is_random = rows.sampling_ints, rows.sampling_floats[:, TEMPERATURE] > 0
+    is_random = rows.sampling_floats[:, TEMPERATURE] > 0
 
-    def perturbed(_: Any) -> jax.Array:
-        noise = jax.vmap(lambda low, high, position: gumbel_noise(low, high, position, task.vocab_size))
-        gumbel = noise(ints[:, SEED_LOW], ints[:, SEED_HIGH], positions)[:, None, ids]
-        filtered = jax.vmap(filtered_logits, (1, None, None), 1)(logits, rows.sampling_floats, ints)
-        return jnp.where(is_random[:, None, None], filtered + gumbel, logits)
+    def perturbed(logits: jax.Array) -> jax.Array:
+        of_nodes = [
+            jnp.repeat(of_rows, logits.shape[1], axis=0)
+            for of_rows in (rows.sampling_floats, rows.sampling_ints, draft_noise(rows, positions, task, ids))
+        ]
+        found = perturbed_logits(logits.reshape(-1, logits.shape[-1]), *of_nodes).reshape(logits.shape)
+        return jnp.where(is_random[:, None, None], found, logits)
 
-    ranked = logits if is_greedy else either(jnp.any(is_random), perturbed, lambda _: logits, None)
+    ranked = logits if is_greedy else either(jnp.any(is_random), perturbed, lambda logits: logits, logits)
     scores, places = jax.lax.top_k(jax.nn.log_softmax(ranked, -1), task.topk)
     return ids[places], scores
 

@@ -112,7 +112,7 @@ def examine_algorithm(
         if not isinstance(algorithm, str):
             algorithm = stack.enter_context(temporarily_registered(algorithm))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxserve-conformance-")))
-        settings = {"compilation_cache_dir": str(folder / "programs"), **(settings or {})}
+        settings = dict(settings or {})
         if "model" not in settings:
             settings |= {"model": str(write_model(folder / "model", MODELS["tiny"], CONTEXT)), "load_format": "dummy"}
         suite = _Suite(algorithm, settings)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.config import EngineConfig
@@ -220,8 +221,8 @@ class _Check:
         margin = score(wanted.token_id, wanted.logprob) - score(got, known[got])
         if params.seed is not None:
             _, ints = sampling_row(params, params.seed, self._vocab)
-            place = np.int32(len(reference.prompt_token_ids) + position)
-            noise = gumbel_noise(ints[SEED_LOW], ints[SEED_HIGH], place, self._vocab)  # type: ignore[arg-type]
+            place = len(reference.prompt_token_ids) + position
+            [noise] = gumbel_noise(*jnp.split(jnp.array([ints[SEED_LOW], ints[SEED_HIGH], place]), 3), self._vocab)
             margin += float(noise[wanted.token_id] - noise[got])
         return margin
 

@@ -35,7 +35,7 @@ def test_steps_with_markers_for_graphs_are_fenced_by_them(loaded, tmp_path):
         EngineConfig(
             model=str(folder), load_format="dummy", dtype="bfloat16", attention_backend="xla", num_pages=32,
             skip_warmup=True, max_running_requests=2, decode_batch_buckets=(2,), chunked_prefill_size=16,
-            grammar_backend="none", compilation_cache_dir="",
+            grammar_backend="none",
         )
     )  # fmt: skip
     try:

@@ -125,6 +125,7 @@ def test_offsets_become_target_ids() -> None:
     assert target_ids_of(None, None, 260, 260) is None
     assert target_ids_of(np.zeros(260, np.int64), None, 260, 260) is None
     np.testing.assert_array_equal(target_ids_of(np.zeros(8, np.int64), known(list(range(8))), 8, 260), range(8))
+    np.testing.assert_array_equal(target_ids_of(np.array([7]), known([7]), 1, 260), [7])
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_the_copy_detector_detects():
 def test_the_pool_stays_at_one_address(tmp_path, backend):
     model = write_tiny(tmp_path / "tiny")
     with LLM(str(model), context_length=64, max_running_requests=2, chunked_prefill_size=16, attention_backend=backend,
-             compilation_cache_dir="", skip_warmup=True) as llm:  # fmt: skip
+             skip_warmup=True) as llm:  # fmt: skip
         runner = llm.engine.parts.worker.model_runner
         before = runner.pool.data.unsafe_buffer_pointer()
         llm.generate([[1, 2, 3], [4, 5, 6, 7]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))

@@ -23,7 +23,7 @@ def test_weights_once_and_the_pool_as_configured(tmp_path):
     before = live_bytes()
     with LLM(
         str(model), context_length=128, num_pages=500, page_size=8, max_running_requests=2, chunked_prefill_size=16,
-        compilation_cache_dir="", skip_warmup=True,
+        skip_warmup=True,
     ) as llm:  # fmt: skip
         runner = llm.engine.parts.worker.model_runner
         weights = sum(leaf.nbytes for leaf in runner.model.leaves)

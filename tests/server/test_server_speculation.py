@@ -87,16 +87,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def drafting(tiny: Path, algorithm: str | None, programs: Path) -> Iterator[Served]:
+def drafting(tiny: Path, algorithm: str | None, folder: Path) -> Iterator[Served]:
     """A server; EAGLE3 drafts quotes and commas alone, which an answer must go on with now and then."""
     settings = {"speculative_num_draft_tokens": 4, **DRAFTERS[algorithm]} if algorithm else {}
     if algorithm == "EAGLE3":
         target = load_model(open_checkpoint(tiny), jnp.float32)
-        save_draft(programs / "head", init_draft("EAGLE3", target, jnp.float32, target_ids=list(b'",')))
-        settings["speculative_draft_model_path"] = str(programs / "head")
+        save_draft(folder / "head", init_draft("EAGLE3", target, jnp.float32, target_ids=list(b'",')))
+        settings["speculative_draft_model_path"] = str(folder / "head")
     with serving(
         str(tiny), context_length=512, chunked_prefill_size=16, prefill_token_buckets=(16,),
-        speculative_algorithm=algorithm, compilation_cache_dir=str(programs), **settings,
+        speculative_algorithm=algorithm, **settings,
     ) as served:  # fmt: skip
         yield served
 

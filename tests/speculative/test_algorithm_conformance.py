@@ -19,18 +19,12 @@ from jaxserve.speculative.eagle import EagleAlgorithm
 from jaxserve.testing import AlgorithmConformanceError, algorithm_conformance, examine_algorithm
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What compiled programs are found by again: compiling takes most of the time."""
-    return {"compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
-
-
 @pytest.mark.parametrize(
     "settings", [{}, {"speculative_ngram_max_bfs_breadth": 4}, {"speculative_ngram_fence": "relay"}], ids=str
 )
-def test_ngram_conforms(settings, programs):
+def test_ngram_conforms(settings):
     before = dict(registry._registered)  # of other tests
-    report = algorithm_conformance("NGRAM", settings=programs | settings)
+    report = algorithm_conformance("NGRAM", settings=settings)
     assert report.num_accepted > 30 and report.num_drafted > report.num_accepted
     assert registry._registered == before
 
@@ -44,9 +38,9 @@ class Repeats(SpeculativeAlgorithm):
         return Proposals(tokens, parents, np.full(len(contexts), num_drafts, np.int32))
 
 
-def test_an_algorithm_of_ones_own_conforms(programs):
+def test_an_algorithm_of_ones_own_conforms():
     before = dict(registry._registered)
-    assert algorithm_conformance(Repeats, page_sizes=(4,), settings=programs).num_drafted > 100
+    assert algorithm_conformance(Repeats, page_sizes=(4,)).num_drafted > 100
     assert registry._registered == before
 
 
@@ -56,8 +50,8 @@ class LeavesTheEvent(Repeats):
         return DraftForm(DraftRows.LIVE)
 
 
-def test_a_worker_that_does_not_clear_is_named_and_caught_by_its_tokens(programs):
-    report = examine_algorithm(LeavesTheEvent, page_sizes=(4,), settings=programs)
+def test_a_worker_that_does_not_clear_is_named_and_caught_by_its_tokens():
+    report = examine_algorithm(LeavesTheEvent, page_sizes=(4,))
     assert any("leaves the read-done event in the mailbox" in v for v in report.violations)
     assert any("differs from plain decoding" in v for v in report.violations)
 
@@ -75,8 +69,8 @@ class AsksElsewhere(Repeats):
         return Elsewhere(runner, step_runner)
 
 
-def test_a_wrong_owner_of_the_event_is_named(programs):
-    report = examine_algorithm(AsksElsewhere, page_sizes=(4,), settings=programs)
+def test_a_wrong_owner_of_the_event_is_named():
+    report = examine_algorithm(AsksElsewhere, page_sizes=(4,))
     assert report.violations == [
         "last_shared_read_runner is 'other', but the launch of 'target' reads shared rows last"
     ]

@@ -221,11 +221,12 @@ class Oracle:
         features = self._residual(self.target.leaves, padded(token_ids))
         vocab = self.target.config.vocab_size
         _, ints = sampling_row(sequence.request.params, sequence.seed, vocab)
-        seed = [jnp.int32(ints[place]) for place in (SEED_LOW, SEED_HIGH)]
+        seed = [ints[place] for place in (SEED_LOW, SEED_HIGH)]
         found = []
         for number, layer in enumerate(self.layers):
             scores = self._logits(layer.leaves, padded(token_ids[1 + number :]), features, newest - 1)
-            scores = np.asarray(scores + gumbel_noise(*seed, jnp.int32(len(token_ids)), vocab))
+            [noise] = gumbel_noise(*jnp.array([*seed, len(token_ids)], jnp.int32)[:, None], vocab)
+            scores = np.asarray(scores + noise)
             second, best = np.argsort(scores)[-2:]
             found.append((int(best), float(scores[best] - scores[second])))
             token_ids.append(int(best))
