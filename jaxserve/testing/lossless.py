@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import InvalidRequest

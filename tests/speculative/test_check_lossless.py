@@ -192,7 +192,7 @@ def markov(config, tmp_path_factory):
 @pytest.mark.parametrize(
     ("algorithm", "draws", "wanted"),
     [
-        ("favourite", Draws(20_000), TARGET[:3]),
+        ("favourite", Draws(40_000), TARGET[:3]),
         ("NGRAM", Draws(20_000, temperature=0.7, top_k=2), (0.6747, 0.3253)),  # .5^(1/.7), .3^(1/.7), normalised
     ],
 )

