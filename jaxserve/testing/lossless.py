@@ -221,7 +221,8 @@ class _Check:
         if params.seed is not None:
             _, ints = sampling_row(params, params.seed, self._vocab)
             place = len(reference.prompt_token_ids) + position
-            [noise] = gumbel_noise(*jnp.split(jnp.array([ints[SEED_LOW], ints[SEED_HIGH], place]), 3), self._vocab)
+            low, high, where = jnp.array([[ints[SEED_LOW]], [ints[SEED_HIGH]], [place]], jnp.int32)
+            [noise] = gumbel_noise(low, high, where, self._vocab)
             margin += float(noise[wanted.token_id] - noise[got])
         return margin
 
