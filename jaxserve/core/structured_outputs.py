@@ -13,6 +13,19 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True)
+class StrictCalls:
+    """Free text in which calls of functions follow their schemas.
+
+    Attributes:
+        notation: name of the tool call parser that reads them.
+        functions: JSON list of the functions, ``{"name": ..., "parameters": ..., "strict": ...}``.
+    """
+
+    notation: str
+    functions: str
+
+
+@dataclass(frozen=True)
 class StructuredOutputs:
     """One of several ways to say what an output must look like; they go by vLLM's names.
 
@@ -22,6 +35,7 @@ class StructuredOutputs:
         choice: the strings of which the output is one.
         grammar: a context-free grammar, in the syntax of Lark or of GBNF (``root ::= ...``).
         json_object: any JSON object.
+        calls: text with calls in it; requests say it by their tools.
         param: what errors call it: the field the client sent.
 
     Raises:
@@ -34,10 +48,11 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    calls: StrictCalls | None = None
     param: str = field(default="structured_outputs", compare=False)
 
     def __post_init__(self) -> None:
-        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        given = [kind for kind in (*KINDS, "calls") if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
             raise self._reject(f"exactly one of {', '.join(KINDS)}", ", ".join(given) or "none")
         if isinstance(self.json, bool):
@@ -81,7 +96,7 @@ class StructuredOutputs:
         """From itself, or from a mapping of its fields."""
         if isinstance(value, cls):
             return value
-        names = {each.name for each in fields(cls)} - {"param"}
+        names = {each.name for each in fields(cls)} - {"param", "calls"}
         if not isinstance(value, Mapping) or not set(value) <= names:
             raise InvalidRequest(
                 f"{param}: wanted an object with one of {', '.join(KINDS)}, got {value!r}", param=param,

@@ -46,6 +46,8 @@ async def chat_completions(request: Request) -> Response:
     form = OutputForm.of(settings, use, body.separate_reasoning is not False, params)
     options = body.template_options(settings, use)
     params = dataclasses.replace(params, shown_special_ids=form.shown_ids(engine.tokenizer))
+    if (strict := use.strict_form(settings.tool_call_parser)) is not None:
+        params = dataclasses.replace(params, structured_outputs=strict)
     await compile_grammar(engine, params)
     prompt = await encode_messages(engine, body.messages, options)
     [prompt] = truncated(engine, [prompt], body.truncate_prompt_tokens)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxserve.core.errors import InvalidRequest
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.structured_outputs import StrictCalls, StructuredOutputs
 from jaxserve.text.tool_calls.base import ToolCallParser
-from jaxserve.text.tool_calls.enforced import CallListParser, NamedCallParser, arguments_schema, calls_schema
+from jaxserve.text.tool_calls.call_schema import arguments_schema, calls_schema
+from jaxserve.text.tool_calls.enforced import CallListParser, NamedCallParser
 from jaxserve.text.tool_calls.registry import tool_call_parser
+from jaxserve.text.tool_calls.strict import CallGrammar
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -136,6 +141,20 @@ class ToolUse:
         else:
             return None
         return StructuredOutputs(json=schema, param="tools")
+
+    def strict_form(self, notation: str | None) -> StructuredOutputs | None:
+        """The form of an output that may hold calls, those of ``strict`` functions by their schema; None: any output.
+
+        Args:
+            notation: name of the parser of the model's own notation.
+        """
+        functions = [tool["function"] for tool in self.tools]
+        if self.choice != "auto" or notation is None or not any(function.get("strict") for function in functions):
+            return None
+        if tool_call_parser(notation).strict_rules(CallGrammar(functions, {}, ())) is None:
+            log.warning("a request has strict functions, but nothing enforces schemas in calls by %s", notation)
+            return None
+        return StructuredOutputs(calls=StrictCalls(notation, json.dumps(functions)), param="tools")
 
     def parser(self, notation: str | None) -> Callable[[], ToolCallParser] | None:
         """Makes parsers of outputs; None where nothing is to be parsed.

@@ -12,10 +12,12 @@ import numpy as np
 
 from jaxserve.core.errors import ConfigError, InvalidRequest
 from jaxserve.core.sampling_params import SamplingParams
-from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.structured_outputs import StrictCalls, StructuredOutputs
 from jaxserve.core.token_constraint import TokenConstraint
 from jaxserve.text.token_limits import TokenLimits, bad_sequences
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.tool_calls.registry import tool_call_parser
+from jaxserve.text.tool_calls.strict import CallGrammar
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,8 @@ class Grammars:
             llguidance = _library()
             if self._tokens is None:
                 self._tokens = self._vocabulary(llguidance)
-        matcher = llguidance.LLMatcher(self._tokens, _source(llguidance, wanted), log_level=0)
+        source = _source(llguidance, wanted) if wanted.calls is None else self._of_calls(wanted.calls)
+        matcher = llguidance.LLMatcher(self._tokens, source, log_level=0)
         if matcher.is_error():
             raise _unsound(wanted, matcher.get_error())
         with self._lock:
@@ -102,6 +105,10 @@ class Grammars:
             if len(self._compiled) > MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return matcher
+
+    def _of_calls(self, calls: StrictCalls) -> str:
+        grammar = CallGrammar(json.loads(calls.functions), self._tokenizer.added_ids, self._eos_token_ids)
+        return f"%llguidance {{}}\n{tool_call_parser(calls.notation).strict_rules(grammar)}"
 
     def _vocabulary(self, llguidance: Any) -> Any:
         if not self._eos_token_ids:

@@ -25,6 +25,7 @@ class Tokenizer:
         backend: the wrapped ``tokenizers.Tokenizer``.
         bos_token_id / eos_token_id / pad_token_id: ids of the special tokens, or None.
         special_ids: ids of control tokens; left out of text by ``skip_special_tokens``.
+        added_ids: text -> id of control tokens and of other tokens that no merges make.
         vocab_size: highest token id + 1.
         adds_bos: whether ``encode`` puts BOS in front.
     """
@@ -60,6 +61,7 @@ class Tokenizer:
                 raise ModelLoadError(f"{source}: {name}_token_id is {token_id}, vocabulary size is {self.vocab_size}")
         if add_bos and bos_token_id is None:
             raise ModelLoadError(f"{source}: add_bos_token is true but there is no bos token")
+        self.added_ids = {t.content: i for i, t in backend.get_added_tokens_decoder().items()}
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.special_texts = frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special)
         self._add_bos = add_bos

@@ -268,3 +268,43 @@ def test_switches_and_templates_reach_the_template() -> None:
     trusting = Api(ScriptedEngine(), trust_request_chat_template=True)
     assert trusting.chat(chat_template="x").status_code == 200 and trusting.engine.chat_options["template"] == "x"
     assert CHAT["messages"]
+
+
+STRICT = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}, TOOLS[1]]
+
+
+class Watched(ScriptedEngine):
+    """Notes the forms that outputs must have."""
+
+    def __init__(self, script: str):
+        super().__init__(script=script)
+        self.forms: list[Any] = []
+
+    def check_controls(self, params: Any) -> None:
+        self.forms.append(params.structured_outputs)
+
+
+def test_strict_functions_have_their_calls_held_to_their_schemas() -> None:
+    """And reasoning is told apart still, for text stays free."""
+    engine = Watched("<think>Hm.</think>Let me see.\n" + CALL)
+    api = Api(engine, tool_call_parser="hermes", reasoning_parser="qwen3")
+    whole, streamed = answers(api, tools=STRICT)
+    assert whole == streamed and whole["reasoning_content"] == "Hm." and whole["content"] == "Let me see."
+    assert [call["function"]["arguments"] for call in whole["tool_calls"]] == ['{"city": "Paris"}']
+    form = engine.forms[0]
+    assert form.param == "tools" and form.calls.notation == "hermes"
+    assert json.loads(form.calls.functions) == [tool["function"] for tool in STRICT]
+
+
+def test_functions_that_are_not_strict_hold_nothing() -> None:
+    engine = Watched(CALL)
+    assert Api(engine, tool_call_parser="hermes").chat(tools=TOOLS).status_code == 200
+    assert Api(engine, tool_call_parser="hermes").chat(tools=STRICT, tool_choice="none").status_code == 200
+    assert engine.forms == []
+
+
+def test_a_notation_that_cannot_be_held_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Watched('[weather(city="Paris")]')
+    message = Api(engine, tool_call_parser="pythonic").chat(tools=STRICT).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "weather" and engine.forms == []
+    assert "nothing enforces schemas in calls by pythonic" in caplog.text

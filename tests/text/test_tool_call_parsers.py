@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.core.errors import ConfigError
 from jaxserve.text.tool_calls.base import Arguments, CallEnd, CallStart, Piece, Text, ToolCallParser
-from jaxserve.text.tool_calls.enforced import CallListParser, NamedCallParser, calls_schema
+from jaxserve.text.tool_calls.call_schema import calls_schema
+from jaxserve.text.tool_calls.enforced import CallListParser, NamedCallParser
 from jaxserve.text.tool_calls.hermes import HermesParser
 from jaxserve.text.tool_calls.llama3_json import Llama3JsonParser
 from jaxserve.text.tool_calls.mistral import MistralParser

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxserve.text.tool_calls.strict import CallGrammar
+
 
 @dataclass(frozen=True)
 class Text:
@@ -69,6 +71,14 @@ class ToolCallParser(ABC):
     def is_cut(self) -> bool:
         """Whether the output ended within a call that is given out neither as a call nor as text."""
         return False
+
+    @classmethod
+    def strict_rules(cls, grammar: CallGrammar) -> str | None:
+        """Rules, ``start`` among them, of outputs in which every call follows its schema; text is free.
+
+        None: this notation has no such grammar, and ``strict`` functions are like others.
+        """
+        return None
 
     @staticmethod
     def new_id() -> str:

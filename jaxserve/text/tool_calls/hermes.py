@@ -8,6 +8,7 @@ from typing import ClassVar
 from jaxserve.text.tags import held_length
 from jaxserve.text.tool_calls.base import Piece, Text
 from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
+from jaxserve.text.tool_calls.strict import CallGrammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -21,6 +22,14 @@ class HermesParser(JsonCallParser):
         super().__init__(names)
         self._closing = False  # a call is behind, its closing tag is not
         self._behind = False  # a call is behind, and no text has followed yet
+
+    @classmethod
+    def strict_rules(cls, grammar: CallGrammar) -> str:
+        rules = [
+            "start: call* free", f"call: opening SPACE {grammar.call('arguments')} SPACE {grammar.mark(CLOSE)}",
+            "SPACE: /[ \\n]?/", grammar.free_text(OPEN),
+        ]  # fmt: skip
+        return "\n".join(rules)
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jaxserve.text.tool_calls.base import Piece, Text
 from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
+from jaxserve.text.tool_calls.strict import CallGrammar
 
 TAG = "<|python_tag|>"
 
@@ -24,6 +25,15 @@ class Llama3JsonParser(JsonCallParser):
         super().__init__(names)
         self._between = True  # a call may begin here
         self._num_calls = 0
+
+    @classmethod
+    def strict_rules(cls, grammar: CallGrammar) -> str:
+        rules = [
+            f"start: SPACE {grammar.mark(TAG)}? SPACE call (SEPARATOR call)* | SPACE | SPACE text",
+            f"call: {grammar.call('parameters')}", "SEPARATOR: /; ?/", "SPACE: /[ \\n]*/",
+            "text: TEXT", "TEXT: /[^ \\n{](.|\\n)*/",
+        ]  # fmt: skip
+        return "\n".join(rules)
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []

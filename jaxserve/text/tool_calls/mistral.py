@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Collection
@@ -10,6 +11,7 @@ from typing import ClassVar
 from jaxserve.text.tags import held_length
 from jaxserve.text.tool_calls.base import Piece, Text
 from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
+from jaxserve.text.tool_calls.strict import CallGrammar
 
 TAG, BEHIND_NAME = "[TOOL_CALLS]", "[ARGS]"
 _LETTERS = string.ascii_letters + string.digits
@@ -27,6 +29,19 @@ class MistralParser(JsonCallParser):
         self._in_list = False
         self._num_calls = 0  # of the list at hand
         self._rest = ""  # what follows the opening
+
+    @classmethod
+    def strict_rules(cls, grammar: CallGrammar) -> str:
+        named = [
+            f"{json.dumps(function['name'])} ({grammar.mark(BEHIND_NAME)})? {grammar.arguments(function)}"
+            for function in grammar.functions
+        ]
+        rules = [
+            "start: calls* free", f"calls: opening SPACE (list | {' | '.join(named)})",
+            'list: "[" call (", " call)* "]"', f"call: {grammar.call('arguments')}", "SPACE: / ?/",
+            grammar.free_text(TAG),
+        ]  # fmt: skip
+        return "\n".join(rules)
 
     def push(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
