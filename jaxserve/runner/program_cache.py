@@ -11,6 +11,7 @@ import jax
 
 from jaxserve.core.errors import JaxserveError
 from jaxserve.runner.graph_mode import GraphMode
+from jaxserve.runner.lowering import lower_with_all_arguments
 from jaxserve.runner.step_program import ProgramKey
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,8 @@ class ProgramCache:
     def lower(self, key: ProgramKey) -> Any:
         """The lowered program of ``key`` (``jax.stages.Lowered``), for compilation or inspection."""
         function, arguments = self.traceable(key)
-        # Unused arguments stay: every program of a kind then takes the same list, and parameter numbers mean the same.
-        jitted = jax.jit(function, donate_argnums=self.donate, keep_unused=True)
         with self.graph.tracing(key.shape.mode):
-            return jitted.lower(*arguments)
+            return lower_with_all_arguments(function, arguments, self.donate)
 
     def traceable(self, key: ProgramKey) -> tuple[Callable, tuple]:
         """The function of ``key`` and its abstract arguments, for whoever compiles it for another machine."""

@@ -26,6 +26,7 @@ from jaxserve.models.loading.checkpoint import open_model_config
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.buckets import make_buckets
 from jaxserve.runner.graph_mode import GraphMode
+from jaxserve.runner.lowering import lower_with_all_arguments
 from jaxserve.runner.phase_runner import PhaseRunner
 from jaxserve.runner.program_cache import ProgramCache
 from jaxserve.runner.step_program import CHAIN, ProgramKey
@@ -176,9 +177,8 @@ class ConfigurationPrograms:
         function, arguments = program.cache.traceable(program.key)
         donate = program.cache.donate
         if self.target == "cpu":
-            jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
-                return jitted.lower(*arguments).compile().as_text() or "", None
+                return lower_with_all_arguments(function, arguments, donate).compile().as_text() or "", None
         with tempfile.TemporaryDirectory(prefix="jaxserve-thunks-") as folder:
             options: dict[str, object] = {"xla_dump_to": folder}
             text = deviceless.compile_for_h100(function, *arguments, donate=donate, options=options).as_text() or ""

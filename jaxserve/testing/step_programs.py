@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxserve.attention.base import AttentionBackend, SharedReadEnds, StepShape
@@ -15,6 +14,7 @@ from jaxserve.barrier.shared_rows import RowLayout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import abstract_model
+from jaxserve.runner.lowering import lower_with_all_arguments
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.step_program import (
     CHAIN,
@@ -70,7 +70,7 @@ def prep_program(
 
 def compiled_text(function: Callable, arguments: tuple, donate: tuple[int, ...] = STEP_DONATES) -> str:
     """The scheduled HLO of a program compiled for this machine."""
-    compiled = jax.jit(function, donate_argnums=donate, keep_unused=True).lower(*arguments).compile()
+    compiled = lower_with_all_arguments(function, arguments, donate).compile()
     return compiled.as_text() or ""
 
 
