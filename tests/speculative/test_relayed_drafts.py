@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from draft_oracle import ALGORITHMS, NUM_DRAFTS, SAMPLED, TREES, drafting
 from harness import SETTINGS, STALL_US, change_sizes, make_engine, run, workload
@@ -15,8 +16,9 @@ from jaxserve.barrier.native import native_module
 from jaxserve.barrier.race_check import RaceError
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.runner import step_program
 from jaxserve.runner.worker import DraftWorker
-from jaxserve.testing import algorithm_conformance
+from jaxserve.testing import algorithm_conformance, examine_algorithm
 from jaxserve.testing.poison import Poison
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -117,6 +119,18 @@ def test_it_conforms(algorithm, tiny_model, heads):
     own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
     report = algorithm_conformance(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
     assert report.num_drafted > 500 and report.num_accepted > 5
+
+
+def test_the_suite_finds_drafts_that_are_believed(tiny_model, heads, monkeypatch):
+    """Verification accepts whatever a head drafts: the suite must say that tokens differ."""
+    algorithm = "EAGLE3"
+    accept = step_program.accept
+    monkeypatch.setattr(
+        step_program, "accept", lambda tokens, parents, _: accept(tokens, parents, jnp.roll(tokens, -1, axis=1))
+    )
+    own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
+    report = examine_algorithm(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
+    assert any("greedy output differs from plain decoding" in text for text in report.violations)
 
 
 @pytest.mark.parametrize("algorithm", ["STANDALONE", "EAGLE3"])
