@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -152,7 +153,7 @@ class ToolUse:
         if self.choice != "auto" or notation is None or not any(function.get("strict") for function in functions):
             return None
         if tool_call_parser(notation).strict_rules(CallGrammar(functions, {}, ())) is None:
-            log.warning("a request has strict functions, but nothing enforces schemas in calls by %s", notation)
+            _say_that_nothing_enforces(notation)
             return None
         return StructuredOutputs(calls=StrictCalls(notation, json.dumps(functions)), param="tools")
 
@@ -181,6 +182,12 @@ class ToolUse:
             )  # fmt: skip
         made = tool_call_parser(notation)
         return lambda: made(names)
+
+
+@functools.cache
+def _say_that_nothing_enforces(notation: str) -> None:
+    """Once: some clients call every function strict."""
+    log.warning("a request has strict functions, but nothing enforces schemas in calls by %s", notation)
 
 
 def _names(tools: Any) -> list[str]:
