@@ -41,9 +41,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "NGRAM": {"speculative_algorithm": "NGRAM"},
     "relay": {"speculative_algorithm": "NGRAM", "speculative_ngram_fence": "relay"},
+    "NGRAM-tree": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 4},
     "EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default"},
+    "EAGLE3-tree": {
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "default", "speculative_eagle_topk": 3,
+        "speculative_num_steps": 2, "speculative_num_draft_tokens": 5,
+    },
     "DFLASH": {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": "default"},
-}
+}  # fmt: skip
 HEADS = ("EAGLE3", "DFLASH")  # ways that need a head
 LONGEST_PROMPT = 384  # tokens
 VERIFY_PROMPT = 64  # tokens, of the sequences whose steps are timed
