@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
+from jax.extend.random import threefry_2x32
 from oracle import full_recompute_logits
 
 from jaxserve.core.sampling_params import SamplingParams
@@ -38,10 +38,12 @@ def controlled_logits(
 
 
 def _noise(seed: int, position: int, vocab: int) -> np.ndarray:
-    """The random numbers of a position; jax.random is the definition."""
-    low, high = np.array([seed], np.uint64).view(np.uint32)
-    key = jax.random.fold_in(jax.random.key(low), high)
-    return np.asarray(jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), np.float32))
+    """The random numbers of a position: jax's Threefry of the seed, with position and token as the counter."""
+    half = (vocab + 1) // 2
+    counter = np.concatenate([np.full(half, position), np.arange(half)]).astype(np.uint32)
+    words = np.asarray(threefry_2x32(np.array([seed], np.uint64).view(np.uint32), counter))[:vocab]
+    uniform = ((words >> 9).astype(np.float64) + 0.5) / 2**23
+    return -np.log(-np.log(uniform))
 
 
 def continued(

@@ -37,7 +37,8 @@ VERIFICATION = Path(__file__).parents[2] / "verification"
 # sampler, when a sampling row that nobody has written divides by a penalty of 0.
 LOUD = {
     "staging_rewritten_early": r"row id \d+ at position \d+ is outside a table",
-    "writes_not_awaited": r"logits that are not numbers",
+    # Or steps run so far ahead of their writes that the ring of their events is full.
+    "writes_not_awaited": r"logits that are not numbers|step_done\.reserve failed: generation \d+ is still awaited",
 }
 
 

@@ -123,7 +123,7 @@ def test_a_batch_of_prompts_times_n(markov: Served) -> None:
 
 def test_best_of(markov: Served) -> None:
     """O-06: the n best by mean log-probability, never ignored."""
-    fields: dict[str, Any] = {"prompt": ["q", "r"], "max_tokens": 4, "temperature": 2.5, "seed": 5}
+    fields: dict[str, Any] = {"prompt": ["q", "r"], "max_tokens": 4, "temperature": 2.5, "seed": 6}
     every = markov.post(TEXT, n=6, logprobs=0, **fields)["choices"]
 
     def mean(choice: dict[str, Any]) -> float:
