@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jaxserve.timeline.recorder import RECORDER, HostSpan
 NEWEST_SPANS = 2048
 NEWEST_ENTRIES = 4096  # of the journal; some 30 a step
 STEPS_AT_ONCE = 100
+WAIT_COMES_NS = 1_000_000_000
 HOST = ("plan", "launch", "collect", "commit")
 
 Between = list[float]  # [begin, end] in ms
@@ -49,8 +51,15 @@ class Step(NamedTuple):
     wait: Between | None
 
 
-def steps_of(spans: Iterable[HostSpan], device: DeviceRecords, zero_ns: int) -> list[Step]:
-    """The steps that were committed, in order; each is complete but for what the records do not hold any more."""
+def steps_of(spans: Iterable[HostSpan], device: DeviceRecords, zero_ns: int, now_ns: int) -> list[Step]:
+    """The steps that were committed, in order; each is complete but for what the records do not hold any more.
+
+    The schedule stream may come to the wait for a step after the step was committed. Until it has, that step and those
+    behind it are left out, but for no longer than ``WAIT_COMES_NS``: the record may be lost.
+
+    Args:
+        zero_ns, now_ns: of ``time.perf_counter_ns``: when the watch began, and now.
+    """
 
     def ms(time_ns: int) -> float:
         return round((time_ns - zero_ns) / 1e6, 3)
@@ -64,6 +73,9 @@ def steps_of(spans: Iterable[HostSpan], device: DeviceRecords, zero_ns: int) -> 
         if execution.begin_ns is not None and execution.end_ns is not None:
             executions.setdefault(execution.step, []).append(execution)
     waits = {o.waited.ticket: o for o in device.operations if o.waited is not None and o.end_ns is not None}
+    newest: dict[Any, int] = {}  # generation waited for on each ring: what comes before it and is missing is lost
+    for ring, generation in waits:
+        newest[ring] = max(generation, newest.get(ring, 0))
     steps = []
     for number, parts in sorted(found.items()):
         if "commit" not in parts or "plan" not in parts:
@@ -76,6 +88,9 @@ def steps_of(spans: Iterable[HostSpan], device: DeviceRecords, zero_ns: int) -> 
         own = executions.get(number, [])
         reads = [moment.time_ns for each in own if (moment := each.record_on("read_done")) is not None]
         wait = waits.get((barrier.get("ring"), barrier.get("generation")))  # type: ignore[call-overload]
+        is_recent = device.executions and parts["commit"].end_ns > now_ns - WAIT_COMES_NS
+        if wait is None and is_recent and barrier.get("generation", 0) > newest.get(barrier.get("ring"), 0):
+            break  # (where executions are not recorded, waits are not either)
         steps.append(
             Step(
                 number, plan.get("mode", ""), plan.get("batch", 0), plan.get("drafted"), commit.get("accepted"),
@@ -112,7 +127,8 @@ class Watch:
         if not any(s.name == "commit" and s.args.get("step", 0) > self._newest_step for s in spans):
             return []
         device = read_journal(self._entries, journal.names(), journal.strings())
-        new = [step for step in steps_of(spans, device, self._zero_ns) if step.step > self._newest_step]
+        steps = steps_of(spans, device, self._zero_ns, time.perf_counter_ns())
+        new = [step for step in steps if step.step > self._newest_step]
         if new:
             self._newest_step = new[-1].step
         return new[-STEPS_AT_ONCE:]

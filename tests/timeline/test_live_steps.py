@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from typing import Any
 
 import pytest
 from tiny import write_tiny
@@ -12,7 +14,9 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.request import Request
 from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.timeline.live import STEPS_AT_ONCE, Watch
+from jaxserve.timeline import live
+from jaxserve.timeline.device_records import DeviceRecords, read_journal
+from jaxserve.timeline.live import STEPS_AT_ONCE, Step, Watch
 from jaxserve.timeline.recorder import RECORDER, span
 
 
@@ -31,12 +35,23 @@ def serve(engine: Engine, num_tokens: int) -> None:
         engine.step()
 
 
+def take(watch: Watch, engine: Engine) -> list[list[Step]]:
+    """All that is handed out until the newest step is."""
+    taken: list[list[Step]] = []
+    deadline = time.monotonic() + 10
+    while not taken or taken[-1][-1].step < engine.scheduler.step_number:
+        assert time.monotonic() < deadline, taken
+        if steps := watch.take():
+            taken.append(steps)
+    return taken
+
+
 def test_every_step_is_handed_out_once_and_is_complete(engine: Engine) -> None:
     serve(engine, 2)
     watch = Watch(time.perf_counter_ns())
     try:
         serve(engine, 6)
-        steps = watch.take()
+        steps = [step for taken in take(watch, engine) for step in taken]
         assert [step.mode for step in steps] == ["EXTEND"] + ["DECODE"] * 5
         assert [step.step for step in steps] == list(range(steps[0].step, steps[0].step + 6))
         assert steps[0].fence == "coarse:extend" and {step.fence for step in steps[1:]} == {"fine:marker"}
@@ -51,13 +66,38 @@ def test_every_step_is_handed_out_once_and_is_complete(engine: Engine) -> None:
             assert step.execution[0] <= step.read_done <= step.execution[1] and step.wait[1] >= step.read_done
         assert watch.take() == []
         serve(engine, 3)
-        assert [step.step for step in watch.take()] == [steps[-1].step + 1 + i for i in range(3)]
+        numbers = [step.step for taken in take(watch, engine) for step in taken]
+        assert numbers == [steps[-1].step + 1 + i for i in range(3)]
         serve(engine, STEPS_AT_ONCE // 2), serve(engine, STEPS_AT_ONCE // 2 + 20)
-        newest = watch.take()
-        assert len(newest) == STEPS_AT_ONCE and newest[-1].step == engine.scheduler.step_number
+        first, *_ = take(watch, engine)
+        assert len(first) == STEPS_AT_ONCE
     finally:
         watch.close()
     assert not RECORDER.on and not journal.is_on()
+
+
+def test_a_step_whose_wait_is_still_to_come_is_held_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, other = Watch(time.perf_counter_ns()), Watch(time.perf_counter_ns())
+    try:
+        serve(engine, 4)
+        newest = engine.scheduler.step_number
+        assert take(other, engine)[-1][-1].wait is not None
+
+        def without_the_last_wait(*arguments: Any) -> DeviceRecords:
+            device = read_journal(*arguments)
+            last = max((o for o in device.operations if o.waited is not None), key=lambda o: o.begin_ns)
+            return dataclasses.replace(device, operations=[o for o in device.operations if o is not last])
+
+        monkeypatch.setattr(live, "read_journal", without_the_last_wait)
+        monkeypatch.setattr(live, "WAIT_COMES_NS", 60 * 10**9)
+        assert [step.step for step in watch.take()] == [newest - 3, newest - 2, newest - 1]
+        assert watch.take() == []
+        monkeypatch.setattr(live, "WAIT_COMES_NS", 0)
+        [step] = watch.take()
+        assert step.step == newest and step.wait is None
+    finally:
+        watch.close()
+        other.close()
 
 
 def test_watching_does_not_disturb_a_recording_nor_the_other_way_round() -> None:
