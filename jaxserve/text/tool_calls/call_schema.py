@@ -16,9 +16,9 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def calls_schema(functions: Sequence[Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
     """JSON schema of a list of calls of any of these functions; of one call, if they may not be ``parallel``."""
-    items = call_schema(functions, "parameters")
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": items["anyOf"]}, "$defs": items["$defs"]}
-    return schema | {"x-guidance": COMPACT} | ({} if parallel else {"maxItems": 1})
+    schema = call_schema(functions, "parameters")
+    schema |= {"type": "array", "minItems": 1, "items": {"anyOf": schema.pop("anyOf")}}
+    return schema if parallel else {**schema, "maxItems": 1}
 
 
 def call_schema(functions: Sequence[Mapping[str, Any]], arguments_key: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def call_schema(functions: Sequence[Mapping[str, Any]], arguments_key: str) -> d
                 "additionalProperties": False,
             }
         )
-    return {"anyOf": calls, "$defs": definitions}
+    return {"anyOf": calls, "$defs": definitions, "x-guidance": COMPACT}
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,9 +29,9 @@ class Llama3JsonParser(JsonCallParser):
     @classmethod
     def strict_rules(cls, grammar: CallGrammar) -> str:
         rules = [
-            f"start: SPACE {grammar.mark(TAG)}? SPACE call (SEPARATOR call)* | SPACE | SPACE text",
+            f"start: SPACE {grammar.mark(TAG)}? SPACE call (SEPARATOR call)* | SPACE TEXT?",
             f"call: {grammar.call('parameters')}", "SEPARATOR: /; ?/", "SPACE: /[ \\n]*/",
-            "text: TEXT", "TEXT: /[^ \\n{](.|\\n)*/",
+            "TEXT: /[^ \\n{](.|\\n)*/",
         ]  # fmt: skip
         return "\n".join(rules)
 

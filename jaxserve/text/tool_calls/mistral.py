@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Collection
@@ -11,7 +10,7 @@ from typing import ClassVar
 from jaxserve.text.tags import held_length
 from jaxserve.text.tool_calls.base import Piece, Text
 from jaxserve.text.tool_calls.json_call import JsonCall, JsonCallParser
-from jaxserve.text.tool_calls.strict import CallGrammar
+from jaxserve.text.tool_calls.strict import CallGrammar, literal
 
 TAG, BEHIND_NAME = "[TOOL_CALLS]", "[ARGS]"
 _LETTERS = string.ascii_letters + string.digits
@@ -33,7 +32,7 @@ class MistralParser(JsonCallParser):
     @classmethod
     def strict_rules(cls, grammar: CallGrammar) -> str:
         named = [
-            f"{json.dumps(function['name'])} ({grammar.mark(BEHIND_NAME)})? {grammar.arguments(function)}"
+            f"{literal(function['name'])} ({grammar.mark(BEHIND_NAME)})? {grammar.arguments(function)}"
             for function in grammar.functions
         ]
         rules = [

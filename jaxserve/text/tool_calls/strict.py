@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxserve.text.tool_calls.call_schema import COMPACT, arguments_schema, call_schema
+from jaxserve.text.tool_calls.call_schema import arguments_schema, call_schema
 
 ANYTHING = "ANYTHING: /(.|\\n)*/"
 
@@ -33,29 +33,30 @@ class CallGrammar:
     def mark(self, text: str) -> str:
         """Expression of a mark."""
         found = self._added_ids.get(text)
-        return _literal(text) if found is None else f"<[{found}]>"
+        return literal(text) if found is None else f"<[{found}]>"
 
     def free_text(self, *marks: str) -> str:
         """Rules ``free``: any text in which no such mark stands, and ``opening``: the same up to and with one."""
         known = [self._added_ids[mark] for mark in marks if mark in self._added_ids]
         others = sorted({*self._added_ids.values()} - {*known} - self._end_ids)
-        rules = [ANYTHING, f"free: {'(ANYTHING other)* ' if others else ''}ANYTHING"]
+        before = "(ANYTHING other)* " if others else ""
+        rules = [ANYTHING, f"free: {before}ANYTHING"]
         if others:
             rules.append(f"other: <[{','.join(map(str, others))}]>")
         # Lazy: the mark ends the text at once, so it cannot be read as a part of it.
-        rules += [f"written_{i}[lazy]: ANYTHING {_literal(mark)}" for i, mark in enumerate(marks)]
+        rules += [f"written_{i}[lazy]: ANYTHING {literal(mark)}" for i, mark in enumerate(marks)]
         openings = [f"written_{i}" for i in range(len(marks))] + [f"ANYTHING <[{each}]>" for each in known]
-        before = "(ANYTHING other)* " if others else ""
         return "\n".join([*rules, f"opening: {before}({' | '.join(openings)})"])
 
     def call(self, arguments_key: str) -> str:
         """A whole call as a JSON object: ``{"name": ..., arguments_key: {...}}``."""
-        return f"%json {json.dumps(call_schema(self.functions, arguments_key) | {'x-guidance': COMPACT})}"
+        return f"%json {json.dumps(call_schema(self.functions, arguments_key))}"
 
     def arguments(self, function: Mapping[str, Any]) -> str:
         """The arguments alone."""
         return f"%json {json.dumps(arguments_schema(function))}"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Expression of this text."""
     return json.dumps(text, ensure_ascii=False)
