@@ -1,11 +1,11 @@
-"""Servers beside each other under one load: jaxserve, llama.cpp's llama-server, transformers with a fixed batch.
+"""Servers beside each other under one load: jaxserve, llama.cpp's llama-server, vLLM, transformers with a fixed batch.
 
-    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --peers-python PYTHON --json FILE
+    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --vllm PATH --peers-python PATH --json FILE
 
 Same weights in float32, same prompts (random tokens), same client (``jaxserve bench serve``), one after the other in
 every round. transformers has no server: it gets all prompts of a round as one batch, which is the best case for it. A
 peer that is not given is left out. llama-server: build llama.cpp with -DGGML_NATIVE=ON, and
-``llama-quantize --allow-requantize MODEL.gguf F32.gguf F32``.
+``llama-quantize --allow-requantize MODEL.gguf F32.gguf F32``. vLLM: the command of an environment with its CPU build.
 """
 
 from __future__ import annotations
@@ -35,31 +35,49 @@ from jaxserve.bench.serve_process import ServerUnderTest, end_with_parent
 from jaxserve.bench.serve_workload import Dataset, Tokens, make_prompts
 from jaxserve.bench.table import median, spread, table
 from jaxserve.engine.assembly import resolve_model_path
-from jaxserve.models.loading.checkpoint import open_checkpoint
+from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
 
 KEYS = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "median_itl_ms", "p99_itl_ms")
 QUIET_S = 1.0
+START_S = 600.0
+
+
+def llama_server(binary: str, model: str, clients: int, tokens: int) -> contextlib.AbstractContextManager[str]:
+    """One slot for each client, all cores, no prompt cache; gives the URL."""
+    cores = str(len(os.sched_getaffinity(0)))
+    command = [binary, "-m", model, "-np", str(clients), "-c", str(clients * tokens), "-t", cores, "-tb", cores,
+               "--no-cache-prompt", "--no-webui"]  # fmt: skip
+    return _serving(command, {})
+
+
+def vllm(binary: str, folder: Path, clients: int, tokens: int) -> contextlib.AbstractContextManager[str]:
+    """All cores, no prompt cache, compiled as it likes it; gives the URL."""
+    cores = sorted(os.sched_getaffinity(0))
+    command = [binary, "serve", str(folder), "--dtype", "float32", "--max-model-len", str(tokens), "--max-num-seqs",
+               str(clients), "--no-enable-prefix-caching"]  # fmt: skip
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+                "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    return _serving(command, settings)
 
 
 @contextlib.contextmanager
-def llama_server(binary: str, model: str, clients: int, tokens: int) -> Iterator[str]:
-    """One slot for each client, all cores, no prompt cache; gives the URL."""
+def _serving(command: list[str], environment: dict[str, str]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    cores = str(len(os.sched_getaffinity(0)))
-    command = [binary, "-m", model, "--port", str(port), "-np", str(clients), "-c", str(clients * tokens), "-t", cores,
-               "-tb", cores, "--no-cache-prompt", "--no-webui"]  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent
-    )
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, **environment}, preexec_fn=end_with_parent,
+    )  # fmt: skip
     try:
-        url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        while True:
             with contextlib.suppress(OSError):
                 if urllib.request.urlopen(url + "/health", timeout=5).status == 200:
                     break
             if process.poll() is not None:
-                raise RuntimeError(f"llama-server ended with code {process.returncode}; run it by hand to see why")
+                raise RuntimeError(f"{command[0]} ended with code {process.returncode}; run it by hand to see why")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} was not ready after {START_S:.0f} s; run it by hand to see why")
             time.sleep(0.2)
         yield url
     finally:
@@ -82,9 +100,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             server = llama_server(arguments.llama_server, arguments.llama_model, arguments.clients, room)
             urls["llama-server"] = open_now.enter_context(server)
         transformers = None
+        if arguments.vllm or arguments.peers_python:
+            checkpoint = open_checkpoint(resolve_model_path(arguments.model))
+            folder = write_folder(checkpoint, Path(open_now.enter_context(tempfile.TemporaryDirectory())))
+        if arguments.vllm:
+            _write_tokenizer(checkpoint, folder)
+            urls["vLLM"] = open_now.enter_context(vllm(arguments.vllm, folder, arguments.clients, room))
         if arguments.peers_python:
-            folder = write_folder(open_checkpoint(resolve_model_path(arguments.model)),
-                                  Path(open_now.enter_context(tempfile.TemporaryDirectory())))  # fmt: skip
             worker = Worker("transformers_worker.py", {"folder": str(folder)}, arguments.peers_python)
             transformers = open_now.enter_context(worker)
         tokens = Tokens(load_tokenizer(arguments.model))
@@ -107,6 +129,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             if number:
                 found["rounds"].append(one)
     return found
+
+
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    checkpoint.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def _of_batch(answer: dict[str, Any], output_len: int) -> dict[str, float]:
@@ -136,6 +163,7 @@ def main() -> None:
     parser.add_argument("--model", default="default")
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; left out without")
     parser.add_argument("--llama-model", metavar="FILE", help="the same weights as F32 .gguf")
+    parser.add_argument("--vllm", metavar="PATH", help="vLLM's command; left out without")
     parser.add_argument("--peers-python", metavar="PYTHON", help="an interpreter with torch and transformers")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=8, help="requests of a round")

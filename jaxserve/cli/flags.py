@@ -61,6 +61,12 @@ FLAGS = (
     Flag("max_queued_requests", int, "most requests that wait; one more is refused", metavar="N"),
     Flag("chunked_prefill_size", int, "most prompt tokens computed in one step", metavar="N"),
     Flag(
+        "max_decode_gap_ms",
+        float,
+        "milliseconds a prompt chunk may hold up sequences that decode, by being smaller; 0: as long as it takes",
+        metavar="MS",
+    ),
+    Flag(
         "schedule_policy",
         str,
         "who is served first: first come, or by the priority of requests",

@@ -38,6 +38,8 @@ class EngineConfig:
         max_running_requests: most sequences that decode together; also the number of slots.
         max_queued_requests: most requests that wait; one more is refused.
         chunked_prefill_size: most prompt tokens computed in one step.
+        max_decode_gap_ms: milliseconds a prompt chunk may hold up sequences that decode: then it is smaller, down to
+            the smallest prefill bucket. 0: as long as it takes.
         schedule_policy: ``"fcfs"``: first come, first served; ``"priority"``: requests may bring a priority.
         disable_radix_cache: forget a request's KV when it ends.
         watchdog_timeout_s: longest time a step may take before the server gives up.
@@ -94,6 +96,7 @@ class EngineConfig:
     max_running_requests: int = 8
     max_queued_requests: int = 2048
     chunked_prefill_size: int = 256
+    max_decode_gap_ms: float = 100.0
     schedule_policy: str = "fcfs"
     disable_radix_cache: bool = False
     watchdog_timeout_s: float = 300.0
@@ -173,6 +176,8 @@ class EngineConfig:
                 setattr(self, name, tuple(sorted(set(buckets))))
         if self.schedule_policy not in ("fcfs", "priority"):
             raise ConfigError(f"--schedule-policy must be fcfs or priority, got {self.schedule_policy!r}")
+        if not _is_number(self.max_decode_gap_ms) or self.max_decode_gap_ms < 0:
+            raise ConfigError(f"--max-decode-gap-ms must be a number >= 0, got {self.max_decode_gap_ms!r}")
         if not _is_number(self.watchdog_timeout_s) or self.watchdog_timeout_s <= 0:
             raise ConfigError(f"--watchdog-timeout must be a number > 0, got {self.watchdog_timeout_s!r}")
         if not _is_number(self.fence_timeout_s) or self.fence_timeout_s <= 0:

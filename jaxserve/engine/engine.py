@@ -140,8 +140,7 @@ class Engine:
         committed = self.scheduler.commit(launch, result)
         self._in_flight.popleft()
         now = time.perf_counter()
-        if self.scheduler.speculation is not None:
-            self.scheduler.speculation.timed(launch.batch, now - self._busy_since)
+        self.scheduler.timed(launch.batch, now - self._busy_since)
         self._busy_since = now  # the next step is busy from here on, if there is one
         return committed
 

@@ -91,17 +91,17 @@ class PhaseRunner(ABC):
 
     @functools.cached_property
     def has_greedy_programs(self) -> bool:
-        """Whether batches that ask for nothing but likeliest tokens have programs of their own. See ``runner.either``.
+        """Whether batches that ask for nothing but likeliest tokens have programs of their own.
 
+        On a GPU for the time they take, see ``runner.either``. On a CPU one program serves all, and what nobody wants
+        is not run; but where programs are compiled when first used, most uses never want the sampler, which is half of
+        the compiling.
         Not asked when it is made: jax looks for devices then, and programs can be compiled for others.
         """
-        return jax.default_backend() != "cpu"
+        return self.runner.config.skip_warmup or jax.default_backend() != "cpu"
 
     def _variants(self, key: ProgramKey) -> list[ProgramKey]:
-        """The programs a key stands for: the one for whatever rows want first, the one for greedy rows last.
-
-        On a CPU there is one: what nobody wants is not run.
-        """
+        """The programs a key stands for: the one for whatever rows want first, the one for greedy rows last."""
         return [key, dataclasses.replace(key, is_greedy=True)] if self.has_greedy_programs else [key]
 
     def modes(self) -> list[ForwardMode]:

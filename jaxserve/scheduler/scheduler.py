@@ -14,6 +14,7 @@ from jaxserve.runner.batch import StepBatch
 from jaxserve.runner.launch import Launch, StepResult
 from jaxserve.runner.logit_controls import MASK_BITS
 from jaxserve.runner.worker import TargetWorker
+from jaxserve.scheduler.chunk_sizes import ChunkSizes
 from jaxserve.scheduler.kv_memory import KVMemory
 from jaxserve.scheduler.logprobs import keep_prompt_results, output_logprob
 from jaxserve.scheduler.page_pool import PagePool
@@ -55,15 +56,16 @@ class Scheduler:
     """Who resides, what is planned, and the barrier that guards the rows both write."""
 
     def __init__(self, worker: TargetWorker, rows: SharedRows, memory: KVMemory, barrier: WarBarrier, *,
-                 chunk_size: int, vocab_size: int, eos_token_ids: tuple[int, ...] = (),
+                 chunks: ChunkSizes, vocab_size: int, eos_token_ids: tuple[int, ...] = (),
                  speculation: Speculation | None = None):  # fmt: skip
         self.speculation = speculation
         self.worker = worker
         self.rows = rows
         self.memory = memory
         self.barrier = barrier
+        self._chunks = chunks
         self.residency = Residency(rows, memory, vocab_size, eos_token_ids)
-        self.planner = StepPlanner(self.residency, chunk_size, ceil_div(vocab_size, MASK_BITS), speculation)
+        self.planner = StepPlanner(self.residency, chunks, ceil_div(vocab_size, MASK_BITS), speculation)
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -146,6 +148,13 @@ class Scheduler:
                 for place in range(count)
             ]  # fmt: skip
         return committed
+
+    def timed(self, batch: StepBatch[Sequence], seconds: float) -> None:
+        """A step took ``seconds``, the host's share that nothing overlapped included. Later plans go by it."""
+        if batch.tokens is not None:
+            self._chunks.took(batch.tokens.shape[1], seconds)
+        if self.speculation is not None:
+            self.speculation.timed(batch, seconds)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.runner.batch import History, StepBatch
+from jaxserve.scheduler.chunk_sizes import ChunkSizes
 from jaxserve.scheduler.logprobs import prompt_use
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.token_masks import masks_of
@@ -26,11 +27,11 @@ class StepPlanner:
         step_number: of the newest plan.
     """
 
-    def __init__(self, residency: Residency, chunk_size: int, mask_words: int, speculation: Speculation | None):
+    def __init__(self, residency: Residency, chunks: ChunkSizes, mask_words: int, speculation: Speculation | None):
         self.speculation = speculation
         self.residency = residency
         self.rows = residency.rows
-        self.chunk_size = chunk_size
+        self._chunks = chunks
         self.step_number = 0
         self._mask_words = mask_words
         self._decode_next = False  # a prefill chunk went last, so decoding sequences go first
@@ -42,10 +43,10 @@ class StepPlanner:
         prefill = self._next_prefill()
         decode = self._decodable()
         if prefill is not None and not (decode and self._decode_next):
-            return self._plan_prefill(prefill)
+            return self._plan_prefill(prefill, bool(decode))
         batch = self._plan_tokens(decode) if decode else None
         if batch is None and (prefill := self._next_prefill()) is not None:  # meanwhile
-            return self._plan_prefill(prefill)
+            return self._plan_prefill(prefill, bool(decode))
         return batch
 
     def _next_prefill(self) -> Sequence | None:
@@ -61,10 +62,10 @@ class StepPlanner:
     def _decodable(self) -> list[Sequence]:
         return [s for s in self.residency.running if not s.prefilling and not s.fully_planned]
 
-    def _plan_prefill(self, sequence: Sequence) -> StepBatch[Sequence]:
+    def _plan_prefill(self, sequence: Sequence, others_decode: bool) -> StepBatch[Sequence]:
         self.residency.reuse(sequence)
         start = sequence.num_scheduled
-        chunk = sequence.token_ids[start : min(start + self.chunk_size, sequence.prefill_len)]
+        chunk = sequence.token_ids[start : min(start + self._chunks.most_tokens(others_decode), sequence.prefill_len)]
         assert sequence.slot is not None
         slots = np.array([sequence.slot], np.int32)
         self.rows.set_lengths(slots, np.array([start], np.int32))

@@ -111,6 +111,7 @@ BAD_SETTINGS = {
     "prefill_token_buckets": ((), (0,), (1.5,), "16", 16, (True,)),
     "decode_batch_buckets": ((), (-1,), ("8",)),
     "shared_updates": ("copy",),
+    "max_decode_gap_ms": (-1, "a", float("nan"), None),
     "fence_timeout_s": (0, -1, "a", float("nan"), None),
     "seed": ("x", 1.5, True),
     "disable_war_barrier": (True,),
