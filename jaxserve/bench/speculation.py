@@ -4,6 +4,7 @@ plain   decoding, overlapped
 NGRAM   speculation as configured by default
 relay   the same with ``--speculative-ngram-fence relay``
 EAGLE3, DFLASH  with the head that comes with the default model
+NAME=FOLDER     the algorithm NAME with a draft model of one's own
 
 Beside it, what a step costs that verifies 2, 4 or 8 tokens per sequence, with drafts that never hold.
 """
@@ -64,7 +65,7 @@ class Sweep:
         model: ``"default"``, a Hugging Face folder or a ``.gguf`` file; it should have a chat template.
         batches: sequences that decode together, at most 4.
         kinds: of text, keys of ``texts.KINDS``.
-        ways: keys of ``WAYS``.
+        ways: keys of ``WAYS``, or ``NAME=FOLDER``.
         verify_tokens: sizes of the verify steps that are timed.
         rounds: measurements of each way; one more goes ahead for warming up.
         max_tokens: of each answer, which may end earlier.
@@ -92,13 +93,24 @@ class Sweep:
         most = len(next(iter(KINDS.values())).prompts)
         if not self.batches or min(self.batches) < 1 or max(self.batches) > most:
             raise ConfigError(f"--batches must be 1 .. {most}, which is how many prompts there are, got {self.batches}")
-        unknown = [way for way in self.ways if way not in WAYS]
+        unknown = [way for way in self.ways if settings_of(way) is None]
         if unknown or self.ways[:1] != ("plain",):
-            raise ConfigError(f"--ways must begin with plain; known are {', '.join(WAYS)}, got {', '.join(self.ways)}")
+            raise ConfigError(
+                f"--ways must begin with plain; known are {', '.join(WAYS)} and ALGORITHM=FOLDER of a draft model, "
+                f"got {', '.join(self.ways)}"
+            )
         if self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, got {self.rounds}")
         if self.max_tokens < 16:
             raise ConfigError(f"--tokens must be at least 16, got {self.max_tokens}: shorter answers say nothing")
+
+
+def settings_of(way: str) -> dict[str, Any] | None:
+    """The fields of ``EngineConfig`` that a way sets; None: it is none."""
+    algorithm, equals, folder = way.partition("=")
+    if equals and algorithm and folder:
+        return {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
+    return WAYS.get(way)
 
 
 def ways_with_heads(model: str, ways: tuple[str, ...]) -> tuple[str, ...]:
@@ -159,7 +171,7 @@ def measure(sweep: Sweep, progress: Callable[[str], None] = lambda message: None
         progress(f"{time.monotonic() - start:4.0f} s: {message}")
 
     with contextlib.ExitStack() as stack:
-        engines = {way: stack.enter_context(_opened(sweep, WAYS[way], say)) for way in sweep.ways}
+        engines = {way: stack.enter_context(_opened(sweep, settings_of(way) or {}, say)) for way in sweep.ways}
         found["model"] = engines["plain"].model_name
         say(f"{found['model']} is ready, {len(engines)} times")
         for kind in sweep.kinds:

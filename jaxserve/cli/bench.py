@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spec.add_argument("--kinds", type=_commas, metavar="KIND,KIND", help="of text: code edit, JSON records, "
                       "summary with quotes, open text")  # fmt: skip
     spec.add_argument(
-        "--ways", type=_commas, metavar="WAY,WAY", help="plain first: plain, NGRAM, relay, EAGLE3, DFLASH"
+        "--ways",
+        type=_commas,
+        metavar="WAY,WAY",
+        help="plain first: plain, NGRAM, relay, NGRAM-tree, EAGLE3, "
+        "EAGLE3-tree, or ALGORITHM=FOLDER with a draft model of your own",
     )
     _add_common(spec)
     summary = "how programs reach the device: kernel by kernel, or as graphs, over models and batches"

@@ -98,6 +98,14 @@ def test_an_answer_is_not_drafted_from_the_one_before(small):
         assert first.num_steps == second.num_steps
 
 
+def test_a_draft_model_of_ones_own_is_a_way(small, model):
+    """The target itself: all it drafts holds."""
+    way = f"STANDALONE={model}"
+    cell = measure(dataclasses.replace(small, ways=("plain", way), verify_tokens=()))["cells"][0]
+    [drafted], [accepted] = cell["ways"][way]["drafted"], cell["ways"][way]["accepted"]
+    assert 0 < accepted <= drafted and accepted >= drafted - 4  # those behind the last token are lost
+
+
 def test_ways_that_disagree_fail_the_bench(small, monkeypatch):
     def wrong(engine, prompts, params):
         tokens = [[1, 2 if engine.scheduler.speculation is None else 3]]
@@ -115,6 +123,8 @@ def test_ways_that_disagree_fail_the_bench(small, monkeypatch):
         (["--batches", "0"], "--batches must be 1 .. 4"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--tokens", "8"], "--tokens must be at least 16"),
+        (["--ways", "plain,EAGLE9"], "ALGORITHM=FOLDER of a draft model, got plain, EAGLE9"),
+        (["--ways", "plain,MTP="], "--ways must begin with plain"),
         (["--kinds", "prose"], "--kinds: unknown prose; known are code edit, JSON records"),
         (["--plot", "x.gif"], "--plot x.gif"),
         (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),

@@ -160,8 +160,8 @@ def chunks_of(engine):
     """A list to which every plan adds the request whose prompt it goes on with."""
     chunks, plan = [], engine.scheduler.planner._plan_prefill
 
-    def recorded(sequence):
-        batch = plan(sequence)
+    def recorded(sequence, others_decode):
+        batch = plan(sequence, others_decode)
         chunks.append((sequence.request.request_id, batch.tokens.size))
         return batch
 

@@ -51,6 +51,7 @@ def record(model: Path, *, long_steps: bool = False, num_tokens: int = 10, **set
     holds = native_module("cpu").hold_points
     try:
         serve(engine, num_tokens, "before")
+        engine.parts.rows.stream.sync()  # what is still queued would be recorded without who queued it
         if long_steps:
             holds.delay("end.before_record", LONG_STEP_US)
         recording = Recording().start()
