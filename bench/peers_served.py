@@ -1,11 +1,11 @@
 """Servers beside each other under one load: jaxserve, llama.cpp's llama-server, vLLM, transformers with a fixed batch.
 
-    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --vllm PATH --peers-python PATH --json FILE
+    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --vllm-python PATH --peers-python PATH --json FILE
 
 Same weights in float32, same prompts (random tokens), same client (``jaxserve bench serve``), one after the other in
 every round. transformers has no server: it gets all prompts of a round as one batch, which is the best case for it. A
 peer that is not given is left out. llama-server: build llama.cpp with -DGGML_NATIVE=ON, and
-``llama-quantize --allow-requantize MODEL.gguf F32.gguf F32``. vLLM: the command of an environment with its CPU build.
+``llama-quantize --allow-requantize MODEL.gguf F32.gguf F32``. vLLM: an environment with its CPU build.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -50,11 +51,11 @@ def llama_server(binary: str, model: str, clients: int, tokens: int) -> contextl
     return _serving(command, {})
 
 
-def vllm(binary: str, folder: Path, clients: int, tokens: int) -> contextlib.AbstractContextManager[str]:
+def vllm(python: str, folder: Path, clients: int, tokens: int) -> contextlib.AbstractContextManager[str]:
     """All cores, no prompt cache, compiled as it likes it; gives the URL."""
     cores = sorted(os.sched_getaffinity(0))
-    command = [binary, "serve", str(folder), "--dtype", "float32", "--max-model-len", str(tokens), "--max-num-seqs",
-               str(clients), "--no-enable-prefix-caching"]  # fmt: skip
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32",
+               "--max-model-len", str(tokens), "--max-num-seqs", str(clients), "--no-enable-prefix-caching"]  # fmt: skip
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
                 "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     return _serving(command, settings)
@@ -96,16 +97,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         flags = ("--dtype", "float32", "--context-length", str(room), "--max-running-requests", str(arguments.clients),
                  *arguments.flags)  # fmt: skip
         urls = {"jaxserve": open_now.enter_context(ServerUnderTest(arguments.model, flags)).url}
+        for name, more in arguments.variant:
+            server = ServerUnderTest(arguments.model, (*flags, *shlex.split(more)))
+            urls[f"jaxserve, {name}"] = open_now.enter_context(server).url
         if arguments.llama_server:
             server = llama_server(arguments.llama_server, arguments.llama_model, arguments.clients, room)
             urls["llama-server"] = open_now.enter_context(server)
         transformers = None
-        if arguments.vllm or arguments.peers_python:
+        if arguments.vllm_python or arguments.peers_python:
             checkpoint = open_checkpoint(resolve_model_path(arguments.model))
             folder = write_folder(checkpoint, Path(open_now.enter_context(tempfile.TemporaryDirectory())))
-        if arguments.vllm:
+        if arguments.vllm_python:
             _write_tokenizer(checkpoint, folder)
-            urls["vLLM"] = open_now.enter_context(vllm(arguments.vllm, folder, arguments.clients, room))
+            urls["vLLM"] = open_now.enter_context(vllm(arguments.vllm_python, folder, arguments.clients, room))
         if arguments.peers_python:
             worker = Worker("transformers_worker.py", {"folder": str(folder)}, arguments.peers_python)
             transformers = open_now.enter_context(worker)
@@ -158,12 +162,21 @@ def report(found: dict[str, Any]) -> str:
     return f"{sentence(found['machine'])}\nMedians (least-most) of {len(rounds)} rounds.\n\n{table(title, head, rows)}"
 
 
+def _named(text: str) -> tuple[str, str]:
+    name, equals, flags = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"wanted NAME=FLAGS, got {text!r}")
+    return name, flags
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
+    parser.add_argument("--variant", action="append", default=[], type=_named, metavar="NAME=FLAGS",
+                        help="jaxserve once more, with these flags too")  # fmt: skip
     parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server; left out without")
     parser.add_argument("--llama-model", metavar="FILE", help="the same weights as F32 .gguf")
-    parser.add_argument("--vllm", metavar="PATH", help="vLLM's command; left out without")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter with vLLM; left out without")
     parser.add_argument("--peers-python", metavar="PYTHON", help="an interpreter with torch and transformers")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--num-prompts", type=int, default=8, help="requests of a round")

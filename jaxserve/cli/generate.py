@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints outputs in the order of prompts; a single plain one is streamed."""
-    config = engine_config(arguments, skip_warmup=True)  # a one-shot command runs few of the programs
     params = SamplingParams(**({"max_tokens": 128} | sampling_fields(arguments)), n=arguments.n)
+    # A one-shot command runs few of the programs.
+    config = engine_config(arguments, skip_warmup=True, greedy_programs=params.takes_likeliest)
     prompts = _read_prompts(arguments.prompts)
 
     from jaxserve.engine.llm import LLM

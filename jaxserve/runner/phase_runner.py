@@ -93,12 +93,11 @@ class PhaseRunner(ABC):
     def has_greedy_programs(self) -> bool:
         """Whether batches that ask for nothing but likeliest tokens have programs of their own.
 
-        On a GPU for the time they take, see ``runner.either``. On a CPU one program serves all, and what nobody wants
-        is not run; but where programs are compiled when first used, most uses never want the sampler, which is half of
-        the compiling.
+        On a GPU for the time they take, see ``runner.either``. On a CPU one program serves all, for what nobody wants
+        is not run, unless the configuration says otherwise.
         Not asked when it is made: jax looks for devices then, and programs can be compiled for others.
         """
-        return self.runner.config.skip_warmup or jax.default_backend() != "cpu"
+        return self.runner.config.greedy_programs or jax.default_backend() != "cpu"
 
     def _variants(self, key: ProgramKey) -> list[ProgramKey]:
         """The programs a key stands for: the one for whatever rows want first, the one for greedy rows last."""

@@ -43,7 +43,9 @@ def test_generate_prints_the_continuation(llm: type[FakeLLM], capsys: pytest.Cap
     ((_, params),) = made.asked
     assert (params.max_tokens, params.temperature, params.seed) == (64, 0.0, 3)
     assert made.config["page_size"] == 4 and made.config["seed"] is None
-    assert made.config["skip_warmup"] is True and made.closed
+    assert made.config["skip_warmup"] is made.config["greedy_programs"] is True and made.closed
+    main(["generate", "Hi", "--temperature", "0.5"])
+    assert not llm.made[-1].config["greedy_programs"]  # both kinds would take longer to compile than one for all
 
 
 def test_a_terminal_without_the_character_gets_a_question_mark(

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "prefill_token_buckets": (16,),
     "decode_batch_buckets": (4,),
     "skip_warmup": True,
+    "greedy_programs": True,  # most tests are greedy
     "seed": 1,
 }
 LOW = -40.0

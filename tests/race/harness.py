@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "prefill_token_buckets": (16,),
     "decode_batch_buckets": (4,),
     "skip_warmup": True,
+    "greedy_programs": True,  # nearly all runs are greedy
     "hold_points": True,
     "fence_timeout_s": 10.0,
 }

@@ -27,7 +27,8 @@ PADDED = 64  # tokens the oracle computes at a time, so that it compiles once; t
 
 def drafting(tiny_model: Path, heads: dict[str, Path], algorithm: str, **settings: Any) -> Engine:
     drafts = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(heads[algorithm])}
-    return make_engine(tiny_model, **{"speculative_adaptive": False, **drafts, **settings})
+    common = {"speculative_adaptive": False, "greedy_programs": False}  # most tests draw, too
+    return make_engine(tiny_model, **{**common, **drafts, **settings})
 
 
 POSITIONS = np.arange(PADDED, dtype=np.int32)

@@ -73,7 +73,7 @@ def target(mimo: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def plain_tokens(mimo: Path, target: LoadedModel) -> list[list[list[int]]]:
     """What plain decoding says, greedily and by chance; the first is right."""
-    engine = make_engine(mimo)
+    engine = make_engine(mimo, greedy_programs=False)
     try:
         greedy, drawn = run(engine, "greedy"), run(engine, "drawn", params=SAMPLED)
     finally:
@@ -93,7 +93,9 @@ def native() -> Iterator[Any]:
 
 
 def drafting(mimo: Path, **settings: Any) -> Engine:
-    return make_engine(mimo, **{"speculative_algorithm": "MTP", "speculative_adaptive": False, **settings})
+    return make_engine(
+        mimo, **{"speculative_algorithm": "MTP", "speculative_adaptive": False, "greedy_programs": False, **settings}
+    )
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)

@@ -117,7 +117,9 @@ def test_the_target_does_not_own_the_event_of_a_draft_model(tiny_model, heads, m
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_it_conforms(algorithm, tiny_model, heads):
     own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
-    report = algorithm_conformance(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
+    report = algorithm_conformance(
+        algorithm, page_sizes=(4,), settings=SETTINGS | {"greedy_programs": False, "model": str(tiny_model)} | own
+    )
     assert report.num_drafted > 500 and report.num_accepted > 5
 
 
@@ -129,7 +131,9 @@ def test_the_suite_finds_drafts_that_are_believed(tiny_model, heads, monkeypatch
         step_program, "accept", lambda tokens, parents, _: accept(tokens, parents, jnp.roll(tokens, -1, axis=1))
     )
     own = {"speculative_draft_model_path": str(heads[algorithm]), "speculative_num_draft_tokens": NUM_DRAFTS + 1}
-    report = examine_algorithm(algorithm, page_sizes=(4,), settings=SETTINGS | {"model": str(tiny_model)} | own)
+    report = examine_algorithm(
+        algorithm, page_sizes=(4,), settings=SETTINGS | {"greedy_programs": False, "model": str(tiny_model)} | own
+    )
     assert any("greedy output differs from plain decoding" in text for text in report.violations)
 
 
