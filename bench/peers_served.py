@@ -1,6 +1,6 @@
 """Servers beside each other under one load: jaxserve, llama.cpp's llama-server, vLLM, transformers with a fixed batch.
 
-    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --vllm-python PATH --peers-python PATH --json FILE
+    python bench/peers_served.py --llama-server PATH --llama-model F32.gguf --vllm-python PYTHON --peers-python PYTHON
 
 Same weights in float32, same prompts (random tokens), same client (``jaxserve bench serve``), one after the other in
 every round. transformers has no server: it gets all prompts of a round as one batch, which is the best case for it. A
@@ -55,7 +55,8 @@ def vllm(python: str, folder: Path, clients: int, tokens: int) -> contextlib.Abs
     """All cores, no prompt cache, compiled as it likes it; gives the URL."""
     cores = sorted(os.sched_getaffinity(0))
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32",
-               "--max-model-len", str(tokens), "--max-num-seqs", str(clients), "--no-enable-prefix-caching"]  # fmt: skip
+               "--max-model-len", str(tokens), "--max-num-seqs", str(clients),
+               "--no-enable-prefix-caching"]  # fmt: skip
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
                 "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     return _serving(command, settings)

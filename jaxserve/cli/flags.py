@@ -179,6 +179,11 @@ FLAGS = (
         metavar="DIR",
     ),
     Flag("skip_warmup", "switch", "compile programs when first used instead of at start"),
+    Flag(
+        "greedy_programs",
+        "switch",
+        "programs of their own for greedy batches on a CPU, too: half the compiling where nothing else is asked for",
+    ),
     Flag("hold_points", "switch", "compile hold points into programs, for tests"),
     Flag(
         "race_check",
