@@ -39,7 +39,7 @@ step() {
     if [ $rc = 0 ]; then
         results+=("$name|ok|$((SECONDS - start)) s; $(tail -n 1 "$log" | cut -c1-60)")
     else
-        results+=("$name|FAILED ($rc)|$((SECONDS - start)) s; see $2")
+        results+=("$name|FAILED ($rc)|$((SECONDS - start)) s; see ${log##*/}")
         failed=1
         tail -n 15 "$log"
     fi

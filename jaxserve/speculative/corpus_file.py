@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import orjson
-
 from jaxserve.core.errors import ConfigError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -44,6 +42,8 @@ def _document(line: bytes, kind: str, place: str) -> str:
             return line.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place}: is not UTF-8: {error.reason} at byte {error.start}") from error
+    import orjson  # only here: an engine without such a file does without it
+
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -6,8 +6,6 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from jaxserve.timeline.model import Lane, Timeline
 
 
@@ -67,6 +65,8 @@ def _metadata(groups: list[str], where: dict[Lane, dict[str, int]]) -> list[dict
 
 def write_chrome_trace(timeline: Timeline, path: Path) -> None:
     """Writes the trace; gzipped if the name ends in ``.gz``. A reader never meets half of it."""
+    import orjson  # only here: whoever writes no trace does without it
+
     written = orjson.dumps(chrome_trace(timeline), default=str)
     if path.suffix == ".gz":
         written = gzip.compress(written, compresslevel=5)
