@@ -141,29 +141,45 @@ TEST(the_journal_keeps_up_with_engines_and_is_drained_meanwhile) {
   CHECK(counts[static_cast<uint32_t>(jaxserve::JournalKind::kRelease)] > 2 * 2 * kSteps);
 }
 
+// Closed after each number of executions, and looked up until it is: relaxed counts order nothing, so whatever the
+// machine's speed, a lookup that takes no lock races with the closing.
 TEST(a_channel_is_closed_while_executions_run) {
-  for (int round = 0; round < 25; ++round) {
+  constexpr int kThreads = 2, kExecutions = 3;
+  for (int round = 0; round < 28; ++round) {
     const auto buffer = make_buffer(2, 2);
     auto fences = std::make_unique<Fences>();
     const uint64_t number = fences->number;
     std::vector<uint64_t> generations;
-    for (int i = 0; i < 6; ++i) generations.push_back(fences->read_done->reserve());
+    for (int i = 0; i < kThreads * kExecutions; ++i) generations.push_back(fences->read_done->reserve());
+    std::atomic<int> num_executed{0}, num_looking{0};
+    std::atomic<bool> closed{false};
     Threads threads;
-    for (int t = 0; t < 2; ++t) {
+    for (int t = 0; t < kThreads; ++t) {
       threads.start([&, t] {
         Executor executor;
         std::vector<int32_t> copy;
-        for (int i = 0; i < 3; ++i) {
+        for (int i = 0; i < kExecutions; ++i) {
           LaunchTicket ticket{};
           ticket.channel = number;
-          ticket.read_done_marker = generations[3 * t + i];
+          ticket.read_done_marker = generations[kExecutions * t + i];
           CHECK(executor.snapshot(ticket, buffer, {1}, copy).empty());  // closed: it records nothing
           CHECK(executor.record_end(ticket).empty());
+          num_executed.fetch_add(1, std::memory_order_relaxed);
         }
+        do {
+          (void)twin::find_channel(number);
+          num_looking.fetch_add(1, std::memory_order_relaxed);
+        } while (!closed.load(std::memory_order_relaxed));
+        CHECK(twin::find_channel(number) == nullptr);
       });
     }
-    if (round % 2 == 0) std::this_thread::yield();
+    const int num_before = round % (kThreads * kExecutions + 1);
+    while (num_executed.load(std::memory_order_relaxed) < num_before) std::this_thread::yield();
+    if (num_before == kThreads * kExecutions) {
+      while (num_looking.load(std::memory_order_relaxed) == 0) std::this_thread::yield();
+    }
     fences.reset();
+    closed.store(true, std::memory_order_relaxed);
     threads.join();
   }
 }
