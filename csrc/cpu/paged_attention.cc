@@ -1,4 +1,5 @@
-// Paged attention for a few query tokens per sequence (decode and verify), float32, on the CPU.
+// Paged attention, float32, on the CPU: what few query tokens per sequence need (decode and verify) is here, prompt
+// chunks are in prompt_attention.cc.
 //
 // Each sequence attends over its cached context, read through its private block-table row, and over the new tokens of
 // this step, causally or along the branches of a tree (a mask says which new token sees which). Their keys and values
@@ -12,9 +13,11 @@
 #include <vector>
 
 #include "common/faults.h"
+#include "cpu/attention_problem.h"
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
 #include "cpu/parallel.h"
+#include "cpu/prompt_attention.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -22,20 +25,7 @@ namespace ffi = xla::ffi;
 namespace jaxserve::cpu {
 namespace {
 
-constexpr int64_t kChunk = 256;             // context positions per task
-constexpr int64_t kWorthAThread = 1'000'000;  // multiplications below which one thread does it all
-
-struct Problem {
-  int64_t batch, queries, heads, kv_heads, dim, pages, page_size, table_width;
-  const float *q, *k_new, *v_new, *keys, *values;
-  const int32_t *tables, *lengths;
-  float* out;
-  float scale;
-  int64_t window;  // 0: none; otherwise a token sees itself and window - 1 tokens before it
-  const uint8_t* seen;    // [batch, queries, queries], null for a chain: whether new token i sees new token j
-  const int32_t* depths;  // [batch, queries], null for a chain: position of a new token is context + depth
-  const float* sinks;     // [heads], null without: one more score per head, which takes weight and gives no value
-};
+constexpr int64_t kChunk = 256;  // context positions per task
 
 // Running softmax of one query row: maximum, sum of exponentials, and weighted values (dim floats behind it).
 struct Partial {
@@ -52,20 +42,6 @@ JAXSERVE_INLINE void merge(Partial& into, float* into_values, const Partial& fro
   for (int64_t d = 0; d < dim; ++d) into_values[d] = into_values[d] * keep + from_values[d] * add;
   into.sum = into.sum * keep + from.sum * add;
   into.maximum = maximum;
-}
-
-// Points at the key (or value) row of every position in [begin, end): in the pool for the context, page by page, and in
-// this step's operand for new tokens.
-JAXSERVE_INLINE void locate_rows(const Problem& p, const float* pool, const float* fresh, const int32_t* table,
-                                 int64_t context, int64_t begin, int64_t end, const float** rows) {
-  int64_t position = begin;
-  while (position < std::min(end, context)) {
-    const int64_t offset = position % p.page_size;
-    const int64_t stop = std::min({end, context, position - offset + p.page_size});
-    const float* row = pool + (table[position / p.page_size] * p.page_size + offset) * p.dim;
-    for (; position < stop; ++position, row += p.dim) rows[position - begin] = row;
-  }
-  for (; position < end; ++position) rows[position - begin] = fresh + (position - context) * p.kv_heads * p.dim;
 }
 
 constexpr int64_t kBlock = 32;  // positions whose keys (or values) stay in the first-level cache for all query rows
@@ -88,13 +64,9 @@ struct Scratch {
 template <int kVectors>
 JAXSERVE_INLINE void attend_chunk_of(const Problem& p, int64_t b, int64_t kv, int64_t begin, int64_t end,
                                      Partial* partials, float* values, Scratch& scratch) {
-  const int64_t group = p.heads / p.kv_heads;
+  const int64_t group = p.group();
   const int64_t context = p.lengths[b];
-  const int64_t head_stride = p.pages * p.page_size * p.dim;
-  const int32_t* table = p.tables + b * p.table_width;
-  const int64_t fresh = (b * p.queries * p.kv_heads + kv) * p.dim;
-  locate_rows(p, p.keys + kv * head_stride, p.k_new + fresh, table, context, begin, end, scratch.keys);
-  locate_rows(p, p.values + kv * head_stride, p.v_new + fresh, table, context, begin, end, scratch.values);
+  locate_keys_and_values(p, b, kv, begin, end, scratch.keys, scratch.values);
 
   const int64_t num_rows = p.queries * group;
   const int64_t span = end - begin;
@@ -210,6 +182,66 @@ struct Task {
   int64_t first_row;  // index of its first row in the partial results
 };
 
+// Writes p.out, chunk by chunk of context. Raises std::bad_alloc.
+void attend_few(ffi::ThreadPool& pool, const Problem& p) {
+  const int64_t rows_per_head = p.queries * p.group();
+  std::vector<Task> tasks;
+  int64_t num_rows = 0;
+  int64_t multiplications = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t start = p.start(b);
+    const int64_t end = p.lengths[b] + p.queries;
+    const int64_t chunks = std::max<int64_t>(1, (end - start + kChunk - 1) / kChunk);
+    const int64_t size = (end - start + chunks - 1) / chunks;
+    multiplications += 2 * (end - start) * p.queries * p.heads * p.dim;
+    for (int64_t kv = 0; kv < p.kv_heads; ++kv) {
+      for (int64_t begin = start; begin < end; begin += size) {
+        tasks.push_back({b, kv, begin, std::min(end, begin + size), num_rows});
+        num_rows += rows_per_head;
+      }
+    }
+  }
+
+  static const AttendChunk attend_chunk = choose_attend_chunk();
+  std::vector<Partial> partials(num_rows);
+  std::vector<float> values(num_rows * p.dim);
+  const auto attend = [&](int64_t index) {
+    const Task& task = tasks[index];
+    attend_chunk(p, task.b, task.kv, task.begin, task.end, partials.data() + task.first_row,
+                 values.data() + task.first_row * p.dim);
+  };
+  // Waking a thread costs as much as a small problem does.
+  const int64_t threads = multiplications < kWorthAThread ? 1 : pool.num_threads();
+  run_tasks(pool, static_cast<int64_t>(tasks.size()), threads, attend);
+
+  const int64_t group = p.group();
+  std::vector<float> merged(p.dim);
+  const std::vector<float> nothing(p.sinks != nullptr ? p.dim : 0);
+  std::size_t index = 0;
+  while (index < tasks.size()) {
+    std::size_t last = index + 1;  // tasks of one (sequence, KV head) are neighbours
+    while (last < tasks.size() && tasks[last].b == tasks[index].b &&
+           tasks[last].kv == tasks[index].kv) {
+      ++last;
+    }
+    const Task& first = tasks[index];
+    for (int64_t row = 0; row < rows_per_head; ++row) {
+      Partial total;
+      std::fill(merged.begin(), merged.end(), 0.0f);
+      for (std::size_t t = index; t < last; ++t) {
+        const int64_t r = tasks[t].first_row + row;
+        merge(total, merged.data(), partials[r], values.data() + r * p.dim, p.dim);
+      }
+      const int64_t query = row / group;
+      const int64_t head = first.kv * group + row % group;
+      if (p.sinks != nullptr) merge(total, merged.data(), {p.sinks[head], 1.0f}, nothing.data(), p.dim);
+      float* target = p.out + ((first.b * p.queries + query) * p.heads + head) * p.dim;
+      for (int64_t d = 0; d < p.dim; ++d) target[d] = merged[d] / total.sum;  // a token always sees itself: sum > 0
+    }
+    index = last;
+  }
+}
+
 ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k_new,
                       ffi::Buffer<ffi::F32> v_new, ffi::Buffer<ffi::F32> kv_pool, ffi::Buffer<ffi::S32> tables,
                       ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U8> seen, ffi::Buffer<ffi::S32> depths,
@@ -260,10 +292,6 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
   if (num_sinks != 0 && num_sinks != p.heads) return wrong("sinks must be one per query head");
   p.sinks = num_sinks != 0 ? sinks.typed_data() : nullptr;
 
-  const int64_t rows_per_head = p.queries * (p.heads / p.kv_heads);
-  std::vector<Task> tasks;
-  int64_t num_rows = 0;
-  int64_t multiplications = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t context = p.lengths[b];
     if (context < 0 || context > p.table_width * p.page_size) return wrong("a length is outside its block table");
@@ -271,57 +299,12 @@ ffi::Error attend_all(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer
       const int32_t page = p.tables[b * p.table_width + i];
       if (page < 0 || page >= p.pages) return wrong("a block table names a page outside the pool");
     }
-    const int64_t end = context + p.queries;
-    const int64_t start = p.window == 0 ? 0 : std::max<int64_t>(0, context - p.window + 1);
-    const int64_t chunks = std::max<int64_t>(1, (end - start + kChunk - 1) / kChunk);
-    const int64_t size = (end - start + chunks - 1) / chunks;
-    multiplications += 2 * (end - start) * p.queries * p.heads * p.dim;
-    for (int64_t kv = 0; kv < p.kv_heads; ++kv) {
-      for (int64_t begin = start; begin < end; begin += size) {
-        tasks.push_back({b, kv, begin, std::min(end, begin + size), num_rows});
-        num_rows += rows_per_head;
-      }
-    }
   }
-
-  static const AttendChunk attend_chunk = choose_attend_chunk();
   Faults::instance().pass("allocate", "jaxserve_paged_attention");
-  std::vector<Partial> partials(num_rows);
-  std::vector<float> values(num_rows * p.dim);
-  const auto attend = [&](int64_t index) {
-    const Task& task = tasks[index];
-    attend_chunk(p, task.b, task.kv, task.begin, task.end, partials.data() + task.first_row,
-                 values.data() + task.first_row * p.dim);
-  };
-  // Waking a thread costs as much as a small problem does.
-  const int64_t threads = multiplications < kWorthAThread ? 1 : pool.num_threads();
-  run_tasks(pool, static_cast<int64_t>(tasks.size()), threads, attend);
-
-  const int64_t group = p.heads / p.kv_heads;
-  std::vector<float> merged(p.dim);
-  const std::vector<float> nothing(p.sinks != nullptr ? p.dim : 0);
-  std::size_t index = 0;
-  while (index < tasks.size()) {
-    std::size_t last = index + 1;  // tasks of one (sequence, KV head) are neighbours
-    while (last < tasks.size() && tasks[last].b == tasks[index].b &&
-           tasks[last].kv == tasks[index].kv) {
-      ++last;
-    }
-    const Task& first = tasks[index];
-    for (int64_t row = 0; row < rows_per_head; ++row) {
-      Partial total;
-      std::fill(merged.begin(), merged.end(), 0.0f);
-      for (std::size_t t = index; t < last; ++t) {
-        const int64_t r = tasks[t].first_row + row;
-        merge(total, merged.data(), partials[r], values.data() + r * p.dim, p.dim);
-      }
-      const int64_t query = row / group;
-      const int64_t head = first.kv * group + row % group;
-      if (p.sinks != nullptr) merge(total, merged.data(), {p.sinks[head], 1.0f}, nothing.data(), p.dim);
-      float* target = p.out + ((first.b * p.queries + query) * p.heads + head) * p.dim;
-      for (int64_t d = 0; d < p.dim; ++d) target[d] = merged[d] / total.sum;  // a token always sees itself: sum > 0
-    }
-    index = last;
+  if (is_prompt(p)) {
+    attend_prompt(pool, p);
+  } else {
+    attend_few(pool, p);
   }
   return ffi::Error::Success();
 }

@@ -93,7 +93,11 @@ struct Attention {
             sum += weight;
             for (int64_t d = 0; d < c.dim; ++d) wanted[d] += weight * row(1, b, kv, p)[d];
           }
-          for (int64_t d = 0; d < c.dim; ++d) largest = std::max(largest, std::abs(wanted[d] / sum - out[at + d]));
+          for (int64_t d = 0; d < c.dim; ++d) {
+            const double error = std::abs(wanted[d] / sum - out[at + d]);
+            if (std::isnan(error)) return INFINITY;
+            largest = std::max(largest, error);
+          }
         }
       }
     }
@@ -118,6 +122,11 @@ TEST(attention_equals_the_formula_from_several_programs_at_once) {
       {2, 9, 4, 2, 64, 8, 45, 0, true},    // trees, on threads
       {2, 6, 4, 2, 32, 4, 20, 30, true},   // trees, a window over the context
       {2, 2, 6, 2, 24, 8, 70, 40, false, true},  // sinks
+      {1, 70, 6, 2, 64, 16, 9, 0},                  // a prompt chunk behind a context, on threads
+      {2, 67, 3, 1, 32, 16, 0, 0},                  // two prompts without one; rows that fill no tile, nor block
+      {1, 45, 6, 3, 80, 8, 12, 50, false, true},    // a window that leaves whole blocks out, sinks, five vectors
+      {1, 150, 4, 4, 16, 4, 40, 20},                // a window smaller than a block, one head per group
+      {1, 40, 2, 1, 24, 8, 5, 0},                   // many rows, but no whole vectors
   };
   Threads threads;
   for (unsigned t = 0; t < 2; ++t) {
@@ -130,6 +139,45 @@ TEST(attention_equals_the_formula_from_several_programs_at_once) {
     });
   }
   threads.join();
+}
+
+// A weight of zero does not silence a value that is not a number, and recycled pages may hold such.
+TEST(attention_reads_nothing_outside_what_it_sees) {
+  ThreadPool pool(2);
+  for (const Case& c : {Case{1, 1, 2, 1, 32, 16, 3, 0}, Case{1, 50, 6, 2, 64, 16, 8, 0}, {1, 50, 6, 2, 64, 16, 8, 30}}) {
+    Attention attention(c, 1);
+    attention.lengths[0] -= 5;
+    const int64_t page_floats = c.page_size * c.dim, num_pages = attention.pool_dims[3];
+    for (int64_t of = 0; of < 2 * c.kv_heads; ++of) {
+      float* pages = &attention.pool[of * num_pages * page_floats];
+      float* last = pages + attention.tables[c.width - 1] * page_floats;
+      std::fill(last + page_floats - 5 * c.dim, last + page_floats, NAN);
+      std::fill_n(pages, page_floats, NAN);  // the null page
+      for (int64_t i = 0; c.window != 0 && (i + 1) * c.page_size <= attention.lengths[0] - c.window; ++i) {
+        std::fill_n(pages + attention.tables[i] * page_floats, page_floats, NAN);  // all in front of the window
+      }
+    }
+    CHECK(attention.run(pool).empty());
+    CHECK(attention.largest_error() < 1e-4);
+  }
+}
+
+// Were later tokens masked behind the maximum instead of ahead of it, all that a token does see would underflow.
+TEST(attention_is_not_moved_by_likelier_tokens_it_does_not_see) {
+  ThreadPool pool(2);
+  for (int64_t queries : {4, 50}) {
+    Attention attention({1, queries, 6, 2, 64, 16, 8, 0}, 1);
+    for (int64_t i = 0; i < 2 * 64; ++i) attention.k_new[(queries - 1) * 2 * 64 + i] *= 60;
+    CHECK(attention.run(pool).empty());
+    CHECK(attention.largest_error() < 1e-4);
+  }
+  Attention attention({1, 50, 6, 2, 64, 16, 8, 10}, 1);  // and in front of the window: what the first query sees alone
+  const int64_t position = attention.lengths[0] - 9;
+  for (int64_t kv = 0; kv < 2; ++kv) {
+    for (int64_t d = 0; d < 64; ++d) const_cast<float*>(attention.row(0, 0, kv, position))[d] *= 60;
+  }
+  CHECK(attention.run(pool).empty());
+  CHECK(attention.largest_error() < 1e-4);
 }
 
 TEST(attention_refuses_what_would_read_outside_the_pool) {
