@@ -157,7 +157,7 @@ class AttentionStep:
     pool: PagedKV
     live: LiveRows
     windows: tuple[int | None, ...]
-    num_tokens: jax.Array | None  # int32[], valid tokens of an EXTEND chunk
+    num_tokens: jax.Array | None  # int32[B, 1], valid tokens of the rows of EXTEND
     tree: Tree | None = None
 
 
@@ -194,7 +194,11 @@ class AttentionBackend:
         return SharedReadEnds.UNKNOWN
 
     def prep(self, rows: StepRows, shape: StepShape, num_tokens: jax.Array | None) -> StepMetadata:
-        """Metadata of a step from its private rows. Padding tokens (and padding rows) write to the null page 0."""
+        """Metadata of a step from its private rows. Padding tokens (and padding rows) write to the null page 0.
+
+        Args:
+            num_tokens: int32[B, 1], how many of the Q new tokens of each row are none of padding; None: all.
+        """
         positions = rows.lengths[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)  # [B, Q]
         columns = jnp.clip(positions // shape.page_size, 0, shape.table_width - 1)
         pages = jnp.take_along_axis(rows.block_tables, columns, axis=1)

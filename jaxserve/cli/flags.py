@@ -59,7 +59,13 @@ FLAGS = (
     ),
     Flag("max_running_requests", int, "most sequences that decode together", ("--max-num-seqs",), metavar="N"),
     Flag("max_queued_requests", int, "most requests that wait; one more is refused", metavar="N"),
-    Flag("chunked_prefill_size", int, "most prompt tokens computed in one step", metavar="N"),
+    Flag("chunked_prefill_size", int, "most tokens of a prompt computed in one step", metavar="N"),
+    Flag(
+        "max_prefill_tokens",
+        int,
+        "most tokens, padding included, of a step that reads several prompts; by default as many; 0: it reads one",
+        metavar="N",
+    ),
     Flag(
         "max_decode_gap_ms",
         float,

@@ -38,6 +38,8 @@ class EngineConfig:
         max_running_requests: most sequences that decode together; also the number of slots.
         max_queued_requests: most requests that wait; one more is refused.
         chunked_prefill_size: most prompt tokens computed in one step.
+        max_prefill_tokens: most prompt tokens, padding included, of a step that reads several short prompts; None:
+            ``chunked_prefill_size``; 0: a step reads one prompt.
         max_decode_gap_ms: milliseconds a prompt chunk may hold up sequences that decode: then it is smaller, down to
             the smallest prefill bucket. 0: as long as it takes.
         schedule_policy: ``"fcfs"``: first come, first served; ``"priority"``: requests may bring a priority.
@@ -98,6 +100,7 @@ class EngineConfig:
     max_running_requests: int = 8
     max_queued_requests: int = 2048
     chunked_prefill_size: int = 256
+    max_prefill_tokens: int | None = None
     max_decode_gap_ms: float = 300.0
     schedule_policy: str = "fcfs"
     disable_radix_cache: bool = False
@@ -145,7 +148,8 @@ class EngineConfig:
         self._check_range("page_size", 1, 64)
         for name in ("max_running_requests", "chunked_prefill_size", "max_queued_requests"):
             self._check_range(name, 1, None)
-        for name, low in (("num_pages", 1), ("context_length", 2)):  # a prompt token and one to answer with
+        # Of a context, a prompt token and one to answer with.
+        for name, low in (("num_pages", 1), ("context_length", 2), ("max_prefill_tokens", 0)):
             if getattr(self, name) is not None:
                 self._check_range(name, low, None)
         if not _is_number(self.mem_fraction_static) or not 0.0 < self.mem_fraction_static <= 1.0:

@@ -30,7 +30,6 @@ from jaxserve.runner.model_runner import ModelRunner, plain_relay, relay_with_le
 from jaxserve.runner.step_program import CHAIN, DraftForm
 from jaxserve.runner.step_runner import StepRunner
 from jaxserve.runner.worker import TargetWorker
-from jaxserve.scheduler.chunk_sizes import ChunkSizes
 from jaxserve.scheduler.kv_memory import KVMemory
 from jaxserve.scheduler.page_pool import PagePool
 from jaxserve.scheduler.prefix_cache import PrefixCache
@@ -236,9 +235,8 @@ def assemble(
         cache = make_prefix_cache(config, algorithm)
         scheduler = Scheduler(
             worker, rows, KVMemory(PagePool(num_pages, config.page_size), cache), barrier,
-            chunks=ChunkSizes(buckets.prefill_tokens, config.max_decode_gap_ms / 1000),
-            vocab_size=model_config.vocab_size, eos_token_ids=model_config.eos_token_ids,
-            speculation=speculation,
+            buckets=buckets, longest_gap_s=config.max_decode_gap_ms / 1000, vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids, speculation=speculation,
         )  # fmt: skip
     except BaseException:
         (worker or runner).close()  # its channel and its thread would outlive everything else

@@ -85,7 +85,7 @@ class EngineMetrics:
         if batch.tokens is None:
             counts.step_tokens.add(len(batch.owners) * batch.queries)
             return
-        counts.step_tokens.add(batch.tokens.size)
+        counts.step_tokens.add(batch.tokens.size if batch.num_tokens is None else int(batch.num_tokens.sum()))
         for sequence in batch.owners:  # a prompt, or a part of it: it may be the first step of its output
             if sequence not in self._marks:
                 self._marks[sequence] = _Marks(now)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, NamedTuple, TypeVar
 
@@ -37,21 +38,22 @@ class StepBatch(Generic[Owner]):
 
     Attributes:
         step_number: the step's monotonic name.
-        mode: EXTEND (one sequence's prompt chunk), DECODE, or TARGET_VERIFY.
+        mode: EXTEND (one sequence's prompt chunk, or what is left of several prompts), DECODE, or TARGET_VERIFY.
         owners: who gets the results, one per live batch row, in row order.
         slots: int32[B], the slot of each live row.
         max_length: largest number of tokens any row has after this step; chooses the block-table width.
-        tokens: int32[1, n] prompt tokens of EXTEND, else None.
+        tokens: int32[B, n] prompt tokens of EXTEND, each row's first ``num_tokens``; else None.
+        num_tokens: int32[B] of EXTEND; None: every row has n.
         queries: tokens per row of TARGET_VERIFY: the newest one and as many drafts as the longest row has.
         num_drafted: drafts of all rows of TARGET_VERIFY together.
         drafted: of TARGET_VERIFY whose drafts never pass the host, how many each row has: int32[B].
-        history: of EXTEND, the tokens that penalties of the sequence count, when they are to be counted anew.
+        histories: of EXTEND, for slots whose tokens are to be counted anew, those that penalties count.
         masks: ids each row may choose, see ``runner.logit_controls.TokenMasks``: uint32[B, Q, words], of EXTEND
-            uint32[1, 1, words]; None when all rows are free.
+            uint32[B, 1, words]; None when all rows are free.
         undrafted: bool[B], rows none of whose drafts may hold, because they are not known to whoever made the masks;
             None: there is no such row.
-        next_token: of EXTEND, the prompt token behind the chunk; -1 behind the last chunk.
-        prompt_use: of EXTEND, what its sequence wants to know of the prompt; None: nothing.
+        next_token: of EXTEND, the prompt token behind the chunk of a single row; -1 behind a last chunk.
+        prompt_use: of EXTEND, what its single sequence wants to know of the prompt; None: nothing.
         is_greedy: whether every token that is used is its row's likeliest, and nobody asks for logprobs or controls.
         samples: whether the sampled tokens continue their sequences (false for a chunk that is not the prompt's last).
     """
@@ -62,10 +64,11 @@ class StepBatch(Generic[Owner]):
     slots: np.ndarray
     max_length: int
     tokens: np.ndarray | None = None
+    num_tokens: np.ndarray | None = None
     queries: int = 1
     num_drafted: int = 0
     drafted: np.ndarray | None = None
-    history: History | None = None
+    histories: Mapping[int, History] = field(default_factory=dict)
     masks: np.ndarray | None = None
     undrafted: np.ndarray | None = None
     next_token: int = -1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
@@ -12,6 +13,7 @@ from jaxserve.core.shapes import bucket_for, powers_of_two
 SMALLEST_PREFILL = 16
 SMALLEST_WIDTH = 256  # tokens
 WIDTH_FACTOR = 4  # between neighbouring widths
+MOST_PROMPTS = 16  # that one step reads
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Buckets:
     Attributes:
         decode_batch: batch rows of decode and verify programs, rising; the last is ``max_running_requests``.
         prefill_tokens: tokens of prefill programs, rising; the last is ``chunked_prefill_size``.
+        prompt_rows: of those sizes that have one, rows of the program that reads several prompts of up to that size.
         width_tokens: context tokens the block table can name, rising; the last covers the context length.
         verify_tokens: tokens per row of verify programs.
     """
@@ -29,6 +32,17 @@ class Buckets:
     prefill_tokens: tuple[int, ...]
     width_tokens: tuple[int, ...]
     verify_tokens: tuple[int, ...] = ()
+    prompt_rows: Mapping[int, int] = field(default_factory=dict)
+
+    def prompt_size(self, num_prompts: int, longest: int) -> tuple[int, int]:
+        """Rows, and tokens of each, of the program that reads these prompts, or this chunk of one."""
+        tokens = bucket_for(longest, self.prefill_tokens)
+        return 1 if num_prompts == 1 else self.prompt_rows[tokens], tokens
+
+    @property
+    def prefill_steps(self) -> tuple[int, ...]:
+        """How many tokens the prefill programs compute, padding included, rising."""
+        return tuple(sorted({*self.prefill_tokens, *(rows * tokens for tokens, rows in self.prompt_rows.items())}))
 
     @property
     def most_drafts(self) -> int:
@@ -44,6 +58,7 @@ class Buckets:
         sizes = []
         for width in self.width_tokens:
             sizes += [(ForwardMode.EXTEND, 1, tokens, width) for tokens in self.prefill_tokens]
+            sizes += [(ForwardMode.EXTEND, rows, tokens, width) for tokens, rows in self.prompt_rows.items()]
             sizes += [(ForwardMode.DECODE, batch, 1, width) for batch in self.decode_batch]
             for tokens in self.verify_tokens:
                 sizes += [(ForwardMode.TARGET_VERIFY, batch, tokens, width) for batch in self.decode_batch]
@@ -78,4 +93,13 @@ def make_buckets(
         while size < context_length:
             widths.append(size)
             size *= WIDTH_FACTOR
-    return Buckets(decode, prefill, tuple(sorted(widths)), verify_tokens)
+    return Buckets(decode, prefill, tuple(sorted(widths)), verify_tokens, _prompt_rows(config, prefill))
+
+
+def _prompt_rows(config: EngineConfig, prefill: tuple[int, ...]) -> dict[int, int]:
+    """Rows of the programs that read several prompts, by tokens of a row. One for each size, as many rows as the step
+    may have: programs take long to compile, and padding is cheap beside launching once more."""
+    most_tokens = prefill[-1] if config.max_prefill_tokens is None else config.max_prefill_tokens
+    most_rows = min(config.max_running_requests, MOST_PROMPTS)
+    rows = {tokens: min(most_tokens // tokens, most_rows) for tokens in prefill}
+    return {tokens: 1 << (count.bit_length() - 1) for tokens, count in rows.items() if count > 1}

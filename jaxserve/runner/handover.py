@@ -60,15 +60,15 @@ def bounded_lengths(shape: StepShape, lengths: jax.Array) -> jax.Array:
 
 
 def tokens_behind(chunk: jax.Array, count: jax.Array, following: jax.Array, sampled: jax.Array) -> jax.Array:
-    """The token behind each of a prompt chunk.
+    """The token behind each of prompt chunks.
 
     Args:
-        chunk: int32[1, Q], of which ``count`` int32[] are tokens.
-        following: int32[], the token behind the chunk, or -1: then that is ``sampled`` int32[].
+        chunk: int32[B, Q], of which ``count`` int32[B] are tokens.
+        following: int32[B], the token behind the chunk, or -1: then that is ``sampled`` int32[B].
     """
     last = jnp.where(following >= 0, following, sampled)
     places = jnp.arange(chunk.shape[1], dtype=jnp.int32)
-    return jnp.where(places == count - 1, last, jnp.roll(chunk, -1, axis=1))
+    return jnp.where(places == count[:, None] - 1, last[:, None], jnp.roll(chunk, -1, axis=1))
 
 
 def relay_after(

@@ -42,7 +42,8 @@ def _common_arguments(key: ProgramKey, layout: RowLayout) -> tuple:
     queries = shape.queries if shape.mode is ForwardMode.EXTEND else 1
     ticket = jax.ShapeDtypeStruct((TICKET_WORDS,), jnp.uint32)
     tables = [jax.ShapeDtypeStruct((rows, columns), dtype) for rows, columns, dtype in layout.shapes().values()]
-    inputs = HostInputs(_ints(shape.batch), _ints(shape.batch, queries), _ints(), _ints(shape.batch), _ints())
+    row = _ints(shape.batch)
+    inputs = HostInputs(row, _ints(shape.batch, queries), row, row, row)
     return ticket, tables, inputs
 
 

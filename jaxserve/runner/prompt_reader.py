@@ -142,6 +142,7 @@ class PromptReader:
         pools = batch.prompt_use is PromptUse.POOLED
         program = self._program(pools, hidden.shape[0])
         if pools:
-            return program(hidden, inputs.num_tokens)
+            return program(hidden, inputs.num_tokens[0])
         wants_top = np.bool_(batch.prompt_use is PromptUse.SCORES_WITH_TOP)
-        return program(self._model.leaves, hidden, inputs.tokens, inputs.num_tokens, inputs.next_token, wants_top)
+        chunk = inputs.tokens, inputs.num_tokens[0], inputs.next_token[0]
+        return program(self._model.leaves, hidden, *chunk, wants_top)

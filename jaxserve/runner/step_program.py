@@ -130,10 +130,10 @@ class HostInputs(NamedTuple):
 
     Attributes:
         row_ids: int32[B], slots; unused in DECODE, where the shared ``batch_slots`` says it.
-        tokens: int32[1, Q] of an EXTEND chunk; int32[B, 1], unused, elsewhere: tokens come from relay and draft rows.
-        num_tokens: int32[], valid tokens of an EXTEND chunk.
+        tokens: int32[B, Q] of EXTEND; int32[B, 1], unused, elsewhere: tokens come from relay and draft rows.
+        num_tokens: int32[B], valid tokens of EXTEND rows, at least 1.
         relay_slots: int32[B], where the sampled tokens go in the relay: the null slot when nobody needs them.
-        next_token: int32[], of an EXTEND chunk that is not a prompt's last: the token behind it; else -1.
+        next_token: int32[B], of an EXTEND chunk that is not a prompt's last: the token behind it; else -1.
         masks: ids that may be chosen behind each of the B * Q tokens (EXTEND: behind its last); None in programs that
             take none.
     """
@@ -152,7 +152,7 @@ class StepOutputs(NamedTuple):
     Attributes:
         sampled: one row per batch row; in TARGET_VERIFY Q rows for each, those of the accepted path first.
         counts: int32[B], how many of a row's results count; None outside TARGET_VERIFY: one.
-        hidden: [Q, hidden], final hidden states of an EXTEND chunk, see ``runner.prompt_reader``; else None.
+        hidden: [Q, hidden], final hidden states of a single EXTEND chunk, see ``runner.prompt_reader``; else None.
     """
 
     pool: PagedKV
@@ -255,7 +255,7 @@ def make_prep_program(key: ProgramKey, backend: AttentionBackend) -> Callable:
 
     def prep(ticket, tables: list[jax.Array], inputs: HostInputs, lengths: jax.Array | None):
         row_ids = tables[0] if key.shape.mode is ForwardMode.DECODE else inputs.row_ids
-        num_tokens = inputs.num_tokens if key.shape.mode is ForwardMode.EXTEND else None
+        num_tokens = inputs.num_tokens[:, None] if key.shape.mode is ForwardMode.EXTEND else None
         rows = read_rows(key, ticket, tables, row_ids)
         if lengths is not None:
             rows = rows._replace(lengths=bounded_lengths(key.shape, lengths)[rows.slots])
@@ -287,7 +287,7 @@ def make_step_program(
 
     def step(leaves, pool: PagedKV, relay: Relay, ticket, tables: list[jax.Array], inputs: HostInputs,
              private: tuple[StepRows, StepMetadata] | None, drafted: jax.Array | None) -> StepOutputs:  # fmt: skip
-        num_tokens = inputs.num_tokens if mode is ForwardMode.EXTEND else None
+        num_tokens = inputs.num_tokens[:, None] if mode is ForwardMode.EXTEND else None
         lengths = bounded_lengths(shape, relay.lengths) if is_relayed and relay.lengths is not None else None
         if private is None:
             row_ids = tables[0] if mode is ForwardMode.DECODE else inputs.row_ids
@@ -336,9 +336,9 @@ def make_step_program(
         hidden, features = observed_call(model, tokens.reshape(-1), positions.reshape(-1), attend, key.feature_points)
         if features is not None:
             features = features.reshape(shape.batch, shape.queries, -1)
-        states = hidden if mode is ForwardMode.EXTEND else None
-        if mode is ForwardMode.EXTEND:  # only the chunk's last token can be followed by a new one
-            hidden = jax.lax.dynamic_slice_in_dim(hidden, inputs.num_tokens - 1, 1)
+        states = hidden if mode is ForwardMode.EXTEND and shape.batch == 1 else None
+        if mode is ForwardMode.EXTEND:  # only a chunk's last token can be followed by a new one
+            hidden = hidden[jnp.arange(shape.batch) * shape.queries + inputs.num_tokens - 1]
             sampled_positions = metadata.lengths + inputs.num_tokens
             floats, ints = rows.sampling_floats, rows.sampling_ints
         else:
@@ -369,8 +369,8 @@ def make_step_program(
         handover = None
         if key.hands_over:
             if counts is None:
-                behind = tokens_behind(inputs.tokens, inputs.num_tokens, inputs.next_token, newest[0])
-                handover = Handover(tokens[:, 0], behind, inputs.num_tokens[None], metadata.lengths, features)
+                behind = tokens_behind(inputs.tokens, inputs.num_tokens, inputs.next_token, newest)
+                handover = Handover(tokens[:, 0], behind, inputs.num_tokens, metadata.lengths, features)
             else:
                 handover = Handover(tokens[:, 0], every_token, counts, metadata.lengths, features)
             if key.hands_rows:

@@ -139,9 +139,9 @@ class StepRunner(PhaseRunner):
         self, batch: StepBatch, shape: StepShape, inputs: HostInputs, write_done: int, wants_logprobs: bool
     ) -> Launch:
         """As ``execute``, with the program shape and host inputs that ``inputs`` made of the batch."""
-        if batch.history is not None:
+        for slot, history in batch.histories.items():
             relay = self.runner.relay
-            counts = self._count_seeds.counted_anew(relay.token_counts, int(batch.slots[0]), batch.history)
+            counts = self._count_seeds.counted_anew(relay.token_counts, slot, history)
             self.runner.relay = relay._replace(token_counts=counts)
         drafted: jax.Array | None = None
         after: tuple[int, ...] = ()
@@ -182,27 +182,37 @@ class StepRunner(PhaseRunner):
 
     def inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
         """The program shape of a batch and its private host inputs, padded to the bucket."""
-        null = self.runner.rows.layout.null_slot
         if batch.mode is ForwardMode.EXTEND:
-            assert batch.tokens is not None
-            count = batch.tokens.shape[1]
-            queries = bucket_for(count, self.buckets.prefill_tokens)
-            shape = self._shape(batch.mode, 1, queries, batch.max_length)
-            tokens = np.zeros((1, queries), np.int32)
-            tokens[0, :count] = batch.tokens[0]
-            relay_slots = batch.slots if batch.samples else np.array([null], np.int32)
-            numbers = np.int32(count), relay_slots, np.int32(batch.next_token)
-            return shape, HostInputs(batch.slots, tokens, *numbers, self._masks(batch, 1, 1))  # type: ignore[arg-type]
+            return self._prompt_inputs(batch)
         rows = bucket_for(len(batch.owners), self.buckets.decode_batch)
         queries = 1
         if batch.mode is ForwardMode.TARGET_VERIFY:
             queries = bucket_for(batch.queries, self.buckets.verify_tokens)
         shape = self._shape(batch.mode, rows, queries, batch.max_length)
-        slots = np.full(rows, null, np.int32)
+        slots = self._padded_slots(batch, rows)
+        nothing: Any = np.zeros(rows, np.int32)
+        inputs = HostInputs(slots, nothing[:, None], nothing, slots, nothing, self._masks(batch, rows, queries))
+        return shape, inputs
+
+    def _prompt_inputs(self, batch: StepBatch) -> tuple[StepShape, HostInputs]:
+        """``inputs`` of EXTEND. Padding rows have one token and the null slot."""
+        assert batch.tokens is not None
+        num_rows, longest = batch.tokens.shape
+        rows, queries = self.buckets.prompt_size(num_rows, longest)
+        tokens: Any = np.zeros((rows, queries), np.int32)
+        counts: Any = np.ones(rows, np.int32)
+        tokens[:num_rows, :longest] = batch.tokens
+        counts[:num_rows] = longest if batch.num_tokens is None else batch.num_tokens
+        slots = self._padded_slots(batch, rows)
+        relay_slots = slots if batch.samples else np.full_like(slots, self.runner.rows.layout.null_slot)
+        following: Any = np.full(rows, batch.next_token, np.int32)
+        inputs = HostInputs(slots, tokens, counts, relay_slots, following, self._masks(batch, rows, 1))
+        return self._shape(batch.mode, rows, queries, batch.max_length), inputs
+
+    def _padded_slots(self, batch: StepBatch, rows: int) -> Any:
+        slots = np.full(rows, self.runner.rows.layout.null_slot, np.int32)
         slots[: len(batch.slots)] = batch.slots
-        tokens = np.zeros((rows, 1), np.int32)
-        masks = self._masks(batch, rows, queries)
-        return shape, HostInputs(slots, tokens, np.int32(queries), slots, np.int32(-1), masks)  # type: ignore[arg-type]
+        return slots
 
     def _masks(self, batch: StepBatch, rows: int, queries: int) -> TokenMasks | None:
         """The masks of a launch, padded to its bucket."""

@@ -117,6 +117,18 @@ class KVMemory:
             self.num_hit += num_tokens
         return first, pages
 
+    def would_share(self, first: Sequence, second: Sequence) -> bool:
+        """Whether the second would find a page in the cache once the first has computed its prompt."""
+        if self.cache is None or not (self._may_hit(first) and self._may_hit(second)):
+            return False
+        if first.request.cache_namespace != second.request.cache_namespace:
+            return False
+        end = second.num_scheduled + self.page_size  # of its next page, which is whole as long as it begins one
+        lengths = len(first.token_ids), len(second.token_ids)
+        if second.num_scheduled % self.page_size or end > min(lengths) - self.cache.lookahead:
+            return False
+        return first.token_ids[:end] == second.token_ids[:end]
+
     def extend(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """The pages added so that a sequence has room for ``num_tokens``; None, and nothing taken, if there are not
         enough."""

@@ -11,10 +11,10 @@ from jaxserve.core.request import FinishReason, TokenLogprob
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.core.shapes import ceil_div
 from jaxserve.runner.batch import StepBatch
+from jaxserve.runner.buckets import Buckets
 from jaxserve.runner.launch import Launch, StepResult
 from jaxserve.runner.logit_controls import MASK_BITS
 from jaxserve.runner.worker import TargetWorker
-from jaxserve.scheduler.chunk_sizes import ChunkSizes
 from jaxserve.scheduler.kv_memory import KVMemory
 from jaxserve.scheduler.logprobs import keep_prompt_results, output_logprob
 from jaxserve.scheduler.page_pool import PagePool
@@ -56,16 +56,16 @@ class Scheduler:
     """Who resides, what is planned, and the barrier that guards the rows both write."""
 
     def __init__(self, worker: TargetWorker, rows: SharedRows, memory: KVMemory, barrier: WarBarrier, *,
-                 chunks: ChunkSizes, vocab_size: int, eos_token_ids: tuple[int, ...] = (),
+                 buckets: Buckets, longest_gap_s: float, vocab_size: int, eos_token_ids: tuple[int, ...] = (),
                  speculation: Speculation | None = None):  # fmt: skip
         self.speculation = speculation
         self.worker = worker
         self.rows = rows
         self.memory = memory
         self.barrier = barrier
-        self._chunks = chunks
         self.residency = Residency(rows, memory, vocab_size, eos_token_ids)
-        self.planner = StepPlanner(self.residency, chunks, ceil_div(vocab_size, MASK_BITS), speculation)
+        mask_words = ceil_div(vocab_size, MASK_BITS)
+        self.planner = StepPlanner(self.residency, buckets, longest_gap_s, mask_words, speculation)
 
     # -- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -151,10 +151,7 @@ class Scheduler:
 
     def timed(self, batch: StepBatch[Sequence], seconds: float) -> None:
         """A step took ``seconds``, the host's share that nothing overlapped included. Later plans go by it."""
-        if batch.tokens is not None:
-            self._chunks.took(batch.tokens.shape[1], seconds)
-        if self.speculation is not None:
-            self.speculation.timed(batch, seconds)
+        self.planner.took(batch, seconds)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

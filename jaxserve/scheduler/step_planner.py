@@ -1,8 +1,9 @@
 """Decides what each step computes, and writes the lengths and drafts it needs into the shared rows.
 
-A step is either one prefill chunk, or one token, or with speculation several, for every sequence that decodes; the two
-alternate while both have work. Plans run ahead of results: a step is planned while the one before it runs, from what is
-certain without its tokens. Drafts follow the newest token, so a verify step is planned only when that is known.
+A step is either a prefill chunk, or what is left of several prompts, or one token, or with speculation several, for
+every sequence that decodes; the two alternate while both have work. Plans run ahead of results: a step is planned while
+the one before it runs, from what is certain without its tokens. Drafts follow the newest token, so a verify step is
+planned only when that is known.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import numpy as np
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sequence import Sequence, Status
 from jaxserve.runner.batch import History, StepBatch
+from jaxserve.runner.buckets import Buckets
 from jaxserve.scheduler.chunk_sizes import ChunkSizes
 from jaxserve.scheduler.logprobs import prompt_use
+from jaxserve.scheduler.prompt_groups import PromptGroups
 from jaxserve.scheduler.residency import Residency
 from jaxserve.scheduler.token_masks import masks_of
 from jaxserve.speculative.speculation import Speculation
@@ -27,11 +30,14 @@ class StepPlanner:
         step_number: of the newest plan.
     """
 
-    def __init__(self, residency: Residency, chunks: ChunkSizes, mask_words: int, speculation: Speculation | None):
+    def __init__(self, residency: Residency, buckets: Buckets, longest_gap_s: float, mask_words: int,
+                 speculation: Speculation | None):  # fmt: skip
         self.speculation = speculation
         self.residency = residency
         self.rows = residency.rows
-        self._chunks = chunks
+        self._buckets = buckets
+        self._chunks = ChunkSizes(buckets.prefill_steps, longest_gap_s)
+        self._groups = PromptGroups(buckets, residency)
         self.step_number = 0
         self._mask_words = mask_words
         self._decode_next = False  # a prefill chunk went last, so decoding sequences go first
@@ -62,30 +68,49 @@ class StepPlanner:
     def _decodable(self) -> list[Sequence]:
         return [s for s in self.residency.running if not s.prefilling and not s.fully_planned]
 
-    def _plan_prefill(self, sequence: Sequence, others_decode: bool) -> StepBatch[Sequence]:
-        self.residency.reuse(sequence)
-        start = sequence.num_scheduled
-        chunk = sequence.token_ids[start : min(start + self._chunks.most_tokens(others_decode), sequence.prefill_len)]
-        assert sequence.slot is not None
-        slots = np.array([sequence.slot], np.int32)
-        self.rows.set_lengths(slots, np.array([start], np.int32))
-        sequence.num_scheduled += len(chunk)
-        last = not sequence.prefilling
-        sequence.num_in_flight += last
-        if self.speculation is not None:
-            sequence.num_drafts = self.speculation.num_relayed
+    def _plan_prefill(self, first: Sequence, others_decode: bool) -> StepBatch[Sequence]:
+        """A chunk of ``first``, or all that is left of it and of others."""
+        self.residency.reuse(first)
+        most_tokens = self._chunks.most_tokens(others_decode)
+        others = [s for s in self.residency.running if s.prefilling]
+        group = self._groups.around(first, others, most_tokens)
+        if len(group) == 1:
+            most_tokens = min(most_tokens, self._buckets.prefill_tokens[-1])
+        starts = [s.num_scheduled for s in group]
+        chunks = [s.token_ids[n : min(n + most_tokens, s.prefill_len)] for s, n in zip(group, starts, strict=True)]
+        slots = np.array([s.slot for s in group], np.int32)
+        self.rows.set_lengths(slots, np.array(starts, np.int32))
+        counts = np.array([len(chunk) for chunk in chunks], np.int32)
+        tokens = np.zeros((len(group), counts.max()), np.int32)
+        histories = {}
+        for row, (sequence, chunk) in enumerate(zip(group, chunks, strict=True)):
+            tokens[row, : len(chunk)] = chunk
+            sequence.num_scheduled += len(chunk)
+            if self.speculation is not None:
+                sequence.num_drafts = self.speculation.num_relayed
+            if not sequence.is_counted:
+                assert sequence.slot is not None
+                histories[sequence.slot] = History(np.array(sequence.token_ids, np.int32), sequence.prompt_len)
+                sequence.is_counted = True
+        last = not first.prefilling
+        for sequence in group:
+            sequence.num_in_flight += last
         self._decode_next = True
         self._shortest_next = not self._shortest_next
-        history = None
-        if not sequence.is_counted:
-            history = History(np.array(sequence.token_ids, np.int32), sequence.prompt_len)
-            sequence.is_counted = True
         return StepBatch(
-            self._next_step(), ForwardMode.EXTEND, (sequence,), slots, start + len(chunk),
-            tokens=np.array([chunk], np.int32), history=history, masks=self._masks([sequence]) if last else None,
-            samples=last, next_token=-1 if last else sequence.token_ids[sequence.num_scheduled],
-            prompt_use=prompt_use(sequence), is_greedy=not last or _all_greedy([sequence]),
+            self._next_step(), ForwardMode.EXTEND, tuple(group), slots, max(s.num_scheduled for s in group),
+            tokens=tokens, num_tokens=counts, histories=histories, masks=self._masks(group) if last else None,
+            samples=last, next_token=-1 if last else first.token_ids[first.num_scheduled],
+            prompt_use=prompt_use(first), is_greedy=not last or _all_greedy(group),
         )  # fmt: skip
+
+    def took(self, batch: StepBatch[Sequence], seconds: float) -> None:
+        """A step took ``seconds``, the host's share that nothing overlapped included. Later plans go by it."""
+        if batch.tokens is not None:
+            rows, tokens = self._buckets.prompt_size(*batch.tokens.shape)
+            self._chunks.took(rows * tokens, seconds)
+        if self.speculation is not None:
+            self.speculation.timed(batch, seconds)
 
     def _plan_tokens(self, sequences: list[Sequence]) -> StepBatch[Sequence] | None:
         """A decode or a verify step; None while it depends on tokens that are in flight.

@@ -177,7 +177,8 @@ class _Suite:
             self._notes.append(f"{mode.name} runs on the calling thread: its tables could not be overwritten meanwhile")
 
     def _check_compiled(self, rig: Rig, mode: ForwardMode, ends: SharedReadEnds) -> list[ReadViolation]:
-        (key,) = [key for key in rig.steps.program_keys()[0] if key.shape.mode is mode and not key.is_greedy]
+        keys = [key for key in rig.steps.program_keys()[0] if key.shape.mode is mode and not key.is_greedy]
+        key = max(keys, key=lambda key: key.shape.batch)
         with _attending(self.backend) as served:
             text, donated = self._compile_step(rig, key)
         self._check_delegation(mode, ends, served)

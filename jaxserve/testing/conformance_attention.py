@@ -45,7 +45,7 @@ class Case:
     kv_heads: int
     queries: int
     lengths: tuple[int, ...]
-    num_tokens: int | None  # valid ones of an EXTEND chunk
+    num_tokens: tuple[int, ...] | None  # of EXTEND, valid ones of each row
     parents: tuple[int, ...] = ()  # of drafts that are a tree
     has_sinks: bool = False
     head_dim: int = HEAD_DIM
@@ -57,13 +57,19 @@ class Case:
         kind += " with sinks" if self.has_sinks else ""
         return f"{kind}, page size {self.page_size}, {self.heads} heads over {self.kv_heads}"
 
+    @property
+    def is_valid(self) -> np.ndarray:
+        """Which new tokens are none of padding, bool[B, Q]."""
+        counts = self.num_tokens or (self.queries,) * len(self.lengths)
+        return np.arange(self.queries) < np.array(counts)[:, None]
+
 
 def cases(page_sizes: Sequence[int]) -> list[Case]:
     """Every mode with every page size; head counts go round, so that each mode meets each."""
     sizes = {
         ForwardMode.DECODE: (1, (0, 1, 18, 37), None),
         ForwardMode.TARGET_VERIFY: (4, (5, 0, 31), None),
-        ForwardMode.EXTEND: (8, (21,), 6),
+        ForwardMode.EXTEND: (8, (21, 0, 9), (6, 8, 3)),
     }
     made = []
     for (i, page_size), (j, mode) in itertools.product(enumerate(page_sizes), enumerate(sizes)):
@@ -126,7 +132,8 @@ def _run(backend: AttentionBackend, case: Case, dtype: Any) -> tuple[StepMetadat
 
     arrays = [jnp.asarray(x, dtype) for x in (data, q, k, v)]
     ints = [jnp.asarray(x, jnp.int32) for x in (slots, pages, case.lengths, live_tables, live_lengths)]
-    result = jax.jit(program)(*arrays, *ints, jnp.int32(case.num_tokens or queries))
+    counts = jnp.array(case.num_tokens or (queries,) * batch, jnp.int32)[:, None]
+    result = jax.jit(program)(*arrays, *ints, counts)
     metadata, layers = jax.tree.map(np.asarray, result)
     return metadata, layers
 
@@ -140,14 +147,13 @@ def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) 
     metadata, layers = _run(backend, case, dtype)
     right_metadata, right_layers = _right(case, dtype)
     found = _compare_prep(case, metadata, right_metadata)
-    valid = case.queries if case.num_tokens is None else case.num_tokens
     for layer, (got, wanted) in enumerate(zip(layers, right_layers, strict=True)):
         kind = "full attention" if layer == 0 else f"window {WINDOW}"
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             message = f"{case.text}: attend() returns {got.dtype}{got.shape}, wanted {wanted.dtype}{wanted.shape}"
             return [*found, Violation("attention", message, case.mode)]
-        error = np.abs(np.asarray(got, np.float32) - np.asarray(wanted, np.float32))[:, :valid]
-        error = np.where(np.isnan(error), np.inf, error)
+        error = np.abs(np.asarray(got, np.float32) - np.asarray(wanted, np.float32))
+        error = np.where(case.is_valid[:, :, None, None], np.where(np.isnan(error), np.inf, error), 0.0)
         if error.max() > tolerance:
             row, query, head, _ = (int(i) for i in np.unravel_index(int(error.argmax()), error.shape))
             message = (
@@ -160,13 +166,12 @@ def _check(backend: AttentionBackend, case: Case, dtype: Any, tolerance: float) 
 
 def _compare_prep(case: Case, found: StepMetadata, right: StepMetadata) -> list[Violation]:
     """New tokens must go where the pool expects them, and padding to the null page."""
-    valid = case.queries if case.num_tokens is None else case.num_tokens
     for name in ("write_pages", "write_offsets"):
         got, wanted = np.asarray(getattr(found, name)), np.asarray(getattr(right, name))
-        if not np.array_equal(got[:, :valid], wanted[:, :valid]):
+        if not np.array_equal(got[case.is_valid], wanted[case.is_valid]):
             message = f"{case.text}: prep() puts new tokens elsewhere: {name} {got.tolist()}, wanted {wanted.tolist()}"
             return [Violation("prep", message, case.mode)]
-    if np.any(np.asarray(found.write_pages)[:, valid:]):
+    if np.any(np.asarray(found.write_pages)[~case.is_valid]):
         message = f"{case.text}: prep() lets padding tokens write to a page other than the null page"
         return [Violation("prep", message, case.mode)]
     return []

@@ -141,7 +141,7 @@ class Rig:
         self.rows = SharedRows(self.layout, platform, TIMEOUT_S)
         self.watched = WatchedBackend(backend)
         self.runner = ModelRunner(self.model, self.watched, self.rows, self.kv, config, platform, name="conformance")
-        buckets = Buckets((SLOTS,), (CHUNK,), (CONTEXT,), (VERIFY_TOKENS,))
+        buckets = Buckets((SLOTS,), (CHUNK,), (CONTEXT,), (VERIFY_TOKENS,), {CHUNK: SLOTS})
         drafts = DraftForm(is_tree=backend.supports_trees)
         self.steps = StepRunner(self.runner, buckets, lambda label: None, drafts=drafts)
         self.is_synchronous = False
@@ -214,8 +214,9 @@ class Rig:
     def _batch(self, mode: ForwardMode) -> StepBatch:
         random = np.random.default_rng(3)
         if mode is ForwardMode.EXTEND:
-            tokens = random.integers(0, 96, (1, CHUNK_USED)).astype(np.int32)
-            return StepBatch(1, mode, ("a",), LIVE_SLOTS[:1], CONTEXT, tokens)
+            counts = np.array([CHUNK_USED, CHUNK_USED - 2, 1], np.int32)
+            tokens = random.integers(0, 96, (len(counts), CHUNK_USED)).astype(np.int32)
+            return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, tokens, counts)
         queries = 1 if mode is ForwardMode.DECODE else VERIFY_TOKENS
         return StepBatch(1, mode, ("a", "b", "c"), LIVE_SLOTS, CONTEXT, queries=queries)
 
@@ -246,16 +247,12 @@ class Rig:
             self.runner.channel.abandon_all()
             self.rows.recover()
             return None
-        live = launch.sampled.tokens.shape[0] * len(launch.batch.owners) // self._padded(launch)
+        live = launch.sampled.tokens.shape[0] * len(launch.batch.owners) // SLOTS
         whole = ("pool", "newest", "token_counts")
         outcome = {name: value if name in whole else value[:live] for name, value in values.items()}
         if launch.counts is not None:
             outcome["counts"] = outcome["counts"][: len(launch.batch.owners)]
         return outcome
-
-    @staticmethod
-    def _padded(launch: Launch) -> int:
-        return 1 if launch.batch.mode is ForwardMode.EXTEND else SLOTS
 
     @contextlib.contextmanager
     def _held(self, *, layer_delay_us: int = 0) -> Iterator[None]:
