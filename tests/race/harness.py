@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "max_running_requests": 4,
     "chunked_prefill_size": 16,
     "prefill_token_buckets": (16,),
+    "max_prefill_tokens": 64,  # prompts are read alone and together
     "decode_batch_buckets": (4,),
     "skip_warmup": True,
     "greedy_programs": True,  # nearly all runs are greedy
