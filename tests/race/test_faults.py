@@ -55,7 +55,7 @@ native = native_module("cpu")
 def workload() -> list[tuple[list[int], int]]:
     """(prompt ids, max_tokens): more than fit, of more pages than there are, so one waits and one is preempted."""
     random = np.random.default_rng(11)
-    return [([int(t) for t in random.integers(0, 250, p)], n) for p, n in [(21, 5), (6, 7), (3, 4)]]
+    return [([int(t) for t in random.integers(0, 250, p)], n) for p, n in [(21, 5), (6, 7), (3, 4), (4, 2)]]
 
 
 def make_engine(model, **overrides: Any) -> Engine:
