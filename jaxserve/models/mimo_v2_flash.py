@@ -221,6 +221,26 @@ def dense_weights(source: str, hidden: int, inner: int, tensors: Tensors) -> Ite
     yield "down_proj", take(tensors, f"{source}.down_proj.weight", (hidden, inner))
 
 
+def attention_tensors(config: ModelConfig, layer: MiMoV2Layer, source: str) -> Iterator[tuple[str, jax.Array]]:
+    """The inverse of ``attention_weights``, under the published names."""
+    sizes = qkv_sizes(config, layer.own, layer.kind)
+    cuts = [sizes[0], sizes[0] + sizes[1]]
+    names = [f"{source}.{name}_proj" for name in "qkv"]
+    yield from zip((f"{name}.weight" for name in names), jnp.split(layer.qkv_proj[...], cuts), strict=True)
+    if layer.qkv_bias is not None:
+        yield from zip((f"{name}.bias" for name in names), jnp.split(layer.qkv_bias[...], cuts), strict=True)
+    yield f"{source}.o_proj.weight", layer.o_proj[...]
+    if layer.sinks is not None:
+        yield f"{source}.attention_sink_bias", layer.sinks[...]
+
+
+def dense_tensors(layer: MiMoV2Layer, source: str) -> Iterator[tuple[str, jax.Array]]:
+    """The inverse of ``dense_weights``."""
+    names = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
+    yield from zip(names, jnp.split(layer.gate_up_proj[...], 2), strict=True)
+    yield f"{source}.down_proj.weight", layer.down_proj[...]
+
+
 def expert_weights(
     config: ModelConfig, own: MiMoV2Config, source: str, tensors: Tensors
 ) -> Iterator[tuple[str, np.ndarray]]:

@@ -23,12 +23,16 @@ from jaxserve.models.llama import Attend
 from jaxserve.models.mimo_v2_config import MiMoV2Config
 from jaxserve.models.mimo_v2_flash import (
     MiMoV2Layer,
+    attention_tensors,
     attention_weights,
+    dense_tensors,
     dense_weights,
     kind_tables,
     random_weights,
 )
 from jaxserve.models.weight_map import Tensors, take
+
+_NORMS = ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
@@ -106,11 +110,23 @@ class MiMoV2MTPLayer(nnx.Module):
 def mtp_weight_map(config: ModelConfig, number: int, tensors: Tensors) -> Iterator[tuple[str, np.ndarray]]:
     """Parameters of MTP layer ``number``, but for those of the target, from tensors with the published names."""
     own, hidden = MiMoV2Config.from_hf(config.extra), config.hidden_size
-    source = f"model.mtp.layers.{number}"
+    source = _source(number)
     yield "eh_proj", take(tensors, f"{source}.eh_proj.weight", (hidden, 2 * hidden))
     for name, value in attention_weights(config, own, own.sliding, f"{source}.self_attn", tensors):
         yield f"layer.{name}", value
     for name, value in dense_weights(f"{source}.mlp", hidden, config.intermediate_size, tensors):
         yield f"layer.{name}", value
-    norms = ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm")
-    yield "norms", np.stack([take(tensors, f"{source}.{name}.weight", (hidden,)) for name in norms])
+    yield "norms", np.stack([take(tensors, f"{source}.{name}.weight", (hidden,)) for name in _NORMS])
+
+
+def mtp_tensors(layer: MiMoV2MTPLayer, number: int) -> Iterator[tuple[str, jax.Array]]:
+    """The inverse of ``mtp_weight_map``: tensors with the published names of MTP layer ``number``."""
+    source = _source(number)
+    yield f"{source}.eh_proj.weight", layer.eh_proj[...]
+    yield from attention_tensors(layer.config, layer.layer, f"{source}.self_attn")
+    yield from dense_tensors(layer.layer, f"{source}.mlp")
+    yield from zip((f"{source}.{name}.weight" for name in _NORMS), layer.norms[...], strict=True)
+
+
+def _source(number: int) -> str:
+    return f"model.mtp.layers.{number}"

@@ -21,6 +21,12 @@ from jaxserve.models.mimo_v2_mtp import MiMoV2MTPLayer, mtp_config, mtp_weight_m
 
 _NUMBER = re.compile(r"model\.mtp\.layers\.(\d+)\.")
 _ARCHITECTURE = "MiMoV2FlashForCausalLM"
+MTP_PREFIX = "model.mtp."  # of the tensors' names
+
+
+def has_mtp_layers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds tensors of MTP layers."""
+    return any(name.startswith(MTP_PREFIX) for name in checkpoint.tensors)
 
 
 def count_mtp_layers(checkpoint: Checkpoint) -> int:
@@ -38,7 +44,7 @@ def count_mtp_layers(checkpoint: Checkpoint) -> int:
     if not numbers:
         raise ModelLoadError(
             f"{checkpoint.path}: holds no MTP layers (tensors model.mtp.layers.*); they may have been dropped when the "
-            "checkpoint was converted"
+            "checkpoint was converted: convert it again, or train some with jaxserve train-draft --algorithm mtp"
         )
     if numbers != list(range(len(numbers))):
         raise ModelLoadError(f"{checkpoint.path}: MTP layers must be numbered from 0 without gaps, found {numbers}")
@@ -67,7 +73,7 @@ def load_mtp_layers(
             f"{checkpoint.path}: these MTP layers belong to another model than the one that is served; "
             "give the checkpoint of the model itself"
         )
-    names = {name: _NUMBER.match(name) for name in checkpoint.tensors if name.startswith("model.mtp.")}
+    names = {name: _NUMBER.match(name) for name in checkpoint.tensors if name.startswith(MTP_PREFIX)}
     concerned = [name for name, match in names.items() if match is None or int(match[1]) < wanted]
     tensors = RecordedTensors(checkpoint.tensors)
     try:
@@ -107,8 +113,9 @@ def _check_architecture(target: LoadedModel) -> None:
         raise ModelLoadError(f"MTP layers are made for {_ARCHITECTURE}, the model is {target.config.architecture}")
 
 
-def dummy_mtp_layers(target: LoadedModel, dtype: Any, num_layers: int) -> list[LoadedModel]:
-    """MTP layers of the right shapes with random weights, for tests and benchmarks without a checkpoint.
+def dummy_mtp_layers(target: LoadedModel, dtype: Any, num_layers: int, seed: int = 0) -> list[LoadedModel]:
+    """MTP layers of the right shapes with random weights: for a training to start from, for tests, and for benchmarks
+    without a checkpoint.
 
     Raises:
         ModelLoadError: the target is of another architecture.
@@ -116,7 +123,7 @@ def dummy_mtp_layers(target: LoadedModel, dtype: Any, num_layers: int) -> list[L
     _check_architecture(target)
     config, layers = mtp_config(target.config), []
     for number in range(num_layers):
-        graphdef, state = nnx.split(MiMoV2MTPLayer(config, dtype, nnx.Rngs(number + 1)))
+        graphdef, state = nnx.split(MiMoV2MTPLayer(config, dtype, nnx.Rngs(seed + number + 1)))
         leaves, treedef = jax.tree.flatten(state)
         made = LoadedModel(graphdef, treedef, leaves, config)
         shared = _shared(target)

@@ -31,6 +31,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
+INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
 
 
@@ -56,7 +57,7 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
                 promises; a file that is cut short or whose header contradicts itself. Names file and tensor.
         """
         self._entries: dict[str, _Entry] = {}
-        index_path = folder / "model.safetensors.index.json"
+        index_path = folder / INDEX_NAME
         if index_path.is_file():
             self._read_shards(folder, index_path)
         else:
@@ -85,6 +86,10 @@ class SafetensorsFiles(Mapping[str, np.ndarray]):
         raw = np.memmap(entry.path, mode="r", offset=entry.start, shape=(entry.end - entry.start,), dtype=np.uint8)
         return np.asarray(raw).view(entry.dtype).reshape(entry.shape)
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._entries[name].path
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -100,7 +105,7 @@ def _only_file(folder: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ModelLoadError(f"{folder}: {len(found)} safetensors files but no model.safetensors.index.json")
+        raise ModelLoadError(f"{folder}: {len(found)} safetensors files but no {INDEX_NAME}")
     raise ModelLoadError(f"{folder}: no model.safetensors; weights in other formats must be converted to safetensors")
 
 
