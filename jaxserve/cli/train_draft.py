@@ -12,11 +12,11 @@ from typing import Any
 from jaxserve.training.settings import ALGORITHMS, TrainSettings, flag_of
 
 _HELP = {
-    "num_layers": "layers of the draft",
-    "intermediate_size": "width of its MLP (default: the model's)",
-    "target_layers": "layers of the model whose outputs the draft is given, such as 1,14,26 "
+    "num_layers": "layers of the draft; mtp: how many, each of which drafts one token",
+    "intermediate_size": "eagle, eagle3, dflash: width of its MLP (default: the model's)",
+    "target_layers": "eagle3, dflash: layers of the model whose outputs the draft is given, such as 1,14,26 "
     "(default: the algorithm's usual ones)",
-    "draft_vocab_size": "token ids it knows, the most frequent; 0: all",
+    "draft_vocab_size": "eagle, eagle3, dflash: token ids it learns to guess, the most frequent; 0: all",
     "sequence_length": "tokens of a training row",
     "batch_rows": "rows of a step",
     "epochs": "times all text is used",
@@ -24,8 +24,9 @@ _HELP = {
     "warmup": "part of the steps over which it rises",
     "weight_decay": "of AdamW",
     "clip_norm": "largest norm of a gradient",
-    "draft_steps": "eagle3: guesses unrolled in training",
-    "step_decay": "eagle3: weight of each further guess",
+    "draft_steps": "eagle, eagle3: guesses unrolled in training",
+    "step_decay": "eagle, eagle3: weight of each further guess",
+    "cross_entropy_weight": "eagle: of the cross-entropy in the loss, beside the distance of features",
     "block_size": "dflash: tokens of a block, the known one included",
     "mask_token_id": "dflash: token that stands for one to be guessed",
     "anchors": "dflash: blocks drawn per row and step",
@@ -41,9 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     known = ", ".join(name.lower() for name in ALGORITHMS)
     parser.add_argument("--algorithm", required=True, metavar="NAME", help=f"what to train: {known}")
-    parser.add_argument("--model", default="default", help="'default', a Hugging Face folder or a .gguf file")
+    parser.add_argument("--model", default="default",
+                        help="'default', a Hugging Face folder or a .gguf file; mtp: a MiMo-V2-Flash folder, with or "
+                        "without MTP layers")  # fmt: skip
     parser.add_argument("--output", required=True, type=Path, metavar="FOLDER",
-                        help="where the draft goes; the same command takes a killed training up again")  # fmt: skip
+                        help="where the draft goes (mtp: the model with it); the same command takes a killed training "
+                        "up again")  # fmt: skip
     parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE",
                         help=".txt, or .jsonl with a text, messages, or a prompt for the model to answer per line; "
                         "by default instructions that come with jaxserve, answered by the model")  # fmt: skip
@@ -98,8 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
         f"on held-out text: loss {last['held_out_loss']}, accepted up to each guess {accepted}, "
         f"{last['mean_length']:.2f} tokens per step"
     )
-    print(
-        f"serve with: --speculative-algorithm {settings.algorithm} --speculative-draft-model-path {arguments.output}",
-        file=sys.stderr,
-    )
+    print(f"serve with: {_serve_flags(settings.algorithm, arguments.output)}", file=sys.stderr)
     return 0
+
+
+def _serve_flags(algorithm: str, output: Path) -> str:
+    """How ``jaxserve serve`` is told of what was trained."""
+    from jaxserve.training.head_student import TOKEN_MAP_FILE
+
+    if algorithm == "MTP":
+        return f"--model {output} --speculative-algorithm MTP"
+    flags = f"--speculative-algorithm {algorithm} --speculative-draft-model-path {output}"
+    if algorithm == "EAGLE" and (output / TOKEN_MAP_FILE).is_file():
+        flags += f" --speculative-token-map {output / TOKEN_MAP_FILE}"
+    return flags

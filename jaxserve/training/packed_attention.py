@@ -1,4 +1,4 @@
-"""Attention over packed rows, differentiable: for the target's features, and for unrolled and blockwise drafts."""
+"""Attention over packed rows, differentiable: for features of the target, for drafts in chains, layers and blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 
 def attend_packed(
-    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, own: Sequence[tuple[jax.Array, jax.Array]] = ()
-) -> jax.Array:
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, own: Sequence[tuple[jax.Array, jax.Array]] = (),
+    sinks: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
     """Attention to the keys of a row, and to keys of each query's own.
 
     Args:
@@ -18,6 +19,7 @@ def attend_packed(
         k, v: Float[B, K, KV, D].
         seen: Bool[B, Q, K].
         own: keys and values Float[B, Q, KV, D]; query i sees entry i of each.
+        sinks: Float[H] or None: one more logit per head in every softmax, which takes weight and gives no value.
 
     Returns:
         Float[B, Q, H, D].
@@ -29,12 +31,27 @@ def attend_packed(
     scores = jnp.einsum("bqngd,bknd->bngqk", grouped, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(seen[:, None, None], scores, -1e30)
     extra = [jnp.einsum("bqngd,bqnd->bngq", grouped, key)[..., None] * scale for key, _ in own]
+    if sinks is not None:
+        per_head = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+        extra.append(jnp.broadcast_to(per_head, (*scores.shape[:-1], 1)))
     weights = jax.nn.softmax(jnp.concatenate([scores, *extra], axis=-1), axis=-1).astype(q.dtype)
     mixed = jnp.einsum("bngqk,bknd->bqngd", weights[..., : k.shape[1]], v)
     for number, (_, value) in enumerate(own):
         weight = weights[..., k.shape[1] + number].transpose(0, 3, 1, 2)[..., None]  # [B, Q, KV, G, 1]
         mixed += weight * value[:, :, :, None]
     return mixed.reshape(batch, queries, heads, dim)
+
+
+def seen_in_rows(segments: jax.Array, window: int | None = None) -> jax.Array:
+    """Bool[B, L, L]: each token sees itself and those before it in its own sequence, the last ``window`` at most.
+
+    Args:
+        segments: Int32[B, L], see ``packing.PackedRows``.
+    """
+    length = segments.shape[1]
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    near = (distance >= 0) & (distance < (length if window is None else window))
+    return near & (segments[:, :, None] == segments[:, None, :])
 
 
 def attend_blocks(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+JSON_FILE = "training.json"
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")  # Okabe and Ito
 _INK, _GRID = "#333333", "#DDDDDD"
 _SIZE, _LEFT, _TOP, _PANEL = (760, 300), 50, 30, (300, 220)
@@ -19,7 +20,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> Path:
 
     The picture is a PNG when matplotlib is installed, else an SVG.
     """
-    (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (folder / JSON_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     history = report["history"]
     places = len(history[0]["accepted"])
     with (folder / "training.csv").open("w", encoding="utf-8", newline="") as file:

@@ -8,26 +8,39 @@ from typing import Any
 
 from jaxserve.core.errors import ConfigError
 
-ALGORITHMS = ("EAGLE3", "DFLASH")
+ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "MTP")
+_HEADS, _CHAINS = ("EAGLE", "EAGLE3", "DFLASH"), ("EAGLE", "EAGLE3")
+# Settings that not every algorithm looks at.
+_LOOKED_AT_BY = {
+    "intermediate_size": _HEADS, "draft_vocab_size": _HEADS, "target_layers": ("EAGLE3", "DFLASH"),
+    "draft_steps": _CHAINS, "step_decay": _CHAINS, "cross_entropy_weight": ("EAGLE",), "block_size": ("DFLASH",),
+    "mask_token_id": ("DFLASH",), "anchors": ("DFLASH",), "block_decay": ("DFLASH",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """Settings of a training; names follow the flags of ``jaxserve train-draft``.
 
+    Raises:
+        ConfigError: a value that cannot work, or one that the algorithm would not look at.
+
     Attributes:
-        algorithm: ``"EAGLE3"`` or ``"DFLASH"``.
-        num_layers, intermediate_size: of the draft; None takes the target's MLP size.
-        draft_vocab_size: most target ids the draft knows, the most frequent ones; 0: all.
+        algorithm: one of ``ALGORITHMS``.
+        num_layers: of the draft; MTP: how many, each of which drafts one token.
+        intermediate_size: of the draft's MLP; None takes the target's. Not of MTP, whose layers have the target's.
+        draft_vocab_size: most target ids the draft knows, the most frequent ones; 0: all. EAGLE: those its
+            cross-entropy is about. Not of MTP, which knows all.
         sequence_length: tokens of a training row; longer sequences are cut.
         batch_rows: rows of a step.
         epochs: times every row is used.
         learning_rate: its peak; it rises over the first ``warmup`` of all steps and falls along a cosine.
         weight_decay, clip_norm: of AdamW, and the largest norm of a gradient.
-        draft_steps: EAGLE-3: guesses unrolled in training, each fed with the last one's output.
-        step_decay: EAGLE-3: weight of each further guess in the loss, relative to the one before.
-        target_layers: layers of the target whose outputs the draft is given, counted from 0; None: the algorithm's
-            usual ones.
+        draft_steps: EAGLE, EAGLE-3: guesses unrolled in training, each fed with the last one's output.
+        step_decay: EAGLE, EAGLE-3: weight of each further guess in the loss, relative to the one before.
+        cross_entropy_weight: EAGLE: of the cross-entropy in the loss, beside the distance of features.
+        target_layers: EAGLE-3, DFLASH: layers of the target whose outputs the draft is given, counted from 0; None:
+            the algorithm's usual ones.
         block_size: DFLASH: tokens of a block, the known one included.
         mask_token_id: DFLASH: token that stands for one to be guessed.
         anchors: DFLASH: blocks drawn per row and step.
@@ -51,6 +64,7 @@ class TrainSettings:
     clip_norm: float = 1.0
     draft_steps: int = 3
     step_decay: float = 0.8
+    cross_entropy_weight: float = 0.1
     block_size: int = 8
     mask_token_id: int = 0
     anchors: int = 32
@@ -62,9 +76,14 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
-            remedy = "MTP layers come with their model and are not trained here" if self.algorithm == "MTP" else ""
-            known = " or ".join(name.lower() for name in ALGORITHMS)
-            raise ConfigError(f"--algorithm must be {known}, got {self.algorithm.lower()}{'; ' * bool(remedy)}{remedy}")
+            known = ", ".join(name.lower() for name in ALGORITHMS)
+            raise ConfigError(f"--algorithm must be one of {known}; got {self.algorithm.lower()}")
+        for name, readers in _LOOKED_AT_BY.items():
+            if self.algorithm not in readers and getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(
+                    f"{flag_of(name)} is a setting of {', '.join(reader.lower() for reader in readers)}; "
+                    f"--algorithm {self.algorithm.lower()} does not look at it: leave it out"
+                )
         least = {
             "num_layers": 1, "sequence_length": 16, "batch_rows": 1, "draft_steps": 1, "block_size": 2, "anchors": 1,
             "eval_every": 1, "checkpoint_every": 1, "draft_vocab_size": 0, "mask_token_id": 0, "seed": 0,
@@ -81,8 +100,9 @@ class TrainSettings:
         for name in ("epochs", "learning_rate", "clip_norm", "block_decay"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"{flag_of(name)} must be a number above 0, got {getattr(self, name)}")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(f"--weight-decay must be a number >= 0, got {self.weight_decay}")
+        for name in ("weight_decay", "cross_entropy_weight"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ConfigError(f"{flag_of(name)} must be a number >= 0, got {getattr(self, name)}")
         for name, high in (("warmup", 1.0), ("held_out", 0.5), ("step_decay", 1.0)):
             if not 0 < getattr(self, name) <= high:
                 raise ConfigError(f"{flag_of(name)} must be above 0 and at most {high:g}, got {getattr(self, name)}")

@@ -16,19 +16,17 @@ import numpy as np
 from jaxserve.core.errors import ConfigError
 from jaxserve.engine.assembly import enable_compilation_cache, resolve_model_path
 from jaxserve.engine.llm import LLM
-from jaxserve.models.draft import FINAL
 from jaxserve.models.loading.checkpoint import Checkpoint, open_checkpoint
-from jaxserve.models.loading.draft import init_draft, save_draft
 from jaxserve.models.loading.weights import load_model
 from jaxserve.training.continuations import Recipe, Sample, read_continuations, write_continuations
 from jaxserve.training.corpus import Corpus, read_corpus
-from jaxserve.training.packing import PackedRows, frequent_ids, pack
+from jaxserve.training.packing import PackedRows, pack
 from jaxserve.training.progress import Progress
 from jaxserve.training.report import write_report
 from jaxserve.training.settings import TrainSettings
-from jaxserve.training.target_states import check_target, compute_states
+from jaxserve.training.students import check_target, make_student
+from jaxserve.training.target_states import compute_states
 from jaxserve.training.trainer import Trainer
-from jaxserve.training.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +61,9 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
                 until: int | None = None) -> dict[str, Any]:  # fmt: skip
     """Trains a draft and writes it to ``output``; goes on where an earlier call with the same arguments was killed.
 
-    ``output`` gets the checkpoint (bfloat16), ``training.json``, ``training.csv`` and a picture. What is needed to go
-    on lies in ``output/work`` and may be deleted at the end.
+    ``output`` gets the checkpoint (the draft's, in bfloat16; MTP: the model's own with the layers added),
+    ``training.json``, ``training.csv`` and a picture. What is needed to go on lies in ``output/work`` and may be
+    deleted at the end.
 
     Args:
         model: ``"default"``, a Hugging Face folder or a ``.gguf`` file.
@@ -79,10 +78,13 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
         ModelLoadError: the model.
     """
     begun = time.monotonic()
+    path = resolve_model_path(model)
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output {output} is a file; give a folder")
-    checkpoint = open_checkpoint(resolve_model_path(model))
-    _check_model(settings, checkpoint)
+    if output.resolve() == path.resolve():
+        raise ConfigError(f"--output {output} is the folder of the model, whose files would be lost; give another")
+    checkpoint = open_checkpoint(path)
+    _check(settings, checkpoint)
     corpus = Corpus([], [])
     if source.data:
         eos = checkpoint.model_config.eos_token_ids
@@ -96,18 +98,9 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
 
     enable_compilation_cache(None)
     target = load_model(checkpoint, jnp.float32)
-    check_target(target)
     train_rows, held_rows = _split(pack(corpus.samples, settings.sequence_length), settings)
-    always = (*target.config.eos_token_ids,)
-    ids = frequent_ids(train_rows, target.config.vocab_size, settings.draft_vocab_size, always)
-    draft = init_draft(
-        settings.algorithm, target, jnp.float32, num_layers=settings.num_layers,
-        intermediate_size=settings.intermediate_size, target_ids=ids, block_size=settings.block_size,
-        mask_token_id=settings.mask_token_id, seed=settings.seed,
-        feature_points=_points(settings, target.config.num_layers),
-    )  # fmt: skip
-    module = draft.bind(draft.leaves)
-    points, work = module.feature_points, output / "work"
+    student = make_student(settings, checkpoint, target, train_rows)
+    points, work = student.feature_points, output / "work"
     bar = _bar("target's states", train_rows.num_tokens + held_rows.num_tokens, quiet)
     tick = (lambda tokens: None) if bar is None else bar.add
     train = compute_states(target, train_rows, points, work / f"states-{_tag(points)}.bin", False, tick)
@@ -115,19 +108,14 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
     if bar is not None:
         bar.close()
 
-    head = target.leaf("lm_head")
-    head = target.leaf("embed_tokens") if head is None else head
-    assert head is not None
     identity = {**settings.as_json(), "data": _digest(train_rows, held_rows), "model": checkpoint.name}
     trainer = Trainer(
-        settings, warm_start(draft, target), head if ids is None else head[ids], train, held_out,
-        work / f"{settings.algorithm.lower()}.safetensors", identity,
+        settings, student, train, held_out, work / f"{settings.algorithm.lower()}.safetensors", identity
     )  # fmt: skip
     _train(trainer, train_rows, settings, quiet, until)
     if trainer.step < trainer.total_steps:
         return {"step": trainer.step}
-    steps = settings.draft_steps if settings.algorithm == "EAGLE3" else None
-    save_draft(output, trainer.draft(), jnp.bfloat16, trained_steps=steps)
+    weights = student.save(output, trainer.values)
     report = {
         "algorithm": settings.algorithm,
         "model": checkpoint.name,
@@ -135,8 +123,8 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
         "training_tokens": train_rows.num_tokens,
         "held_out_tokens": held_rows.num_tokens,
         "steps": trainer.total_steps,
-        "draft_bytes": (output / "model.safetensors").stat().st_size,
-        "draft_vocabulary_covers": _coverage(held_rows, ids),
+        "draft_bytes": weights.stat().st_size,
+        "draft_vocabulary_covers": _coverage(held_rows, student.target_ids),
         "seconds": round(time.monotonic() - begun, 1),
         "history": trainer.history,
     }
@@ -144,7 +132,8 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
     return report
 
 
-def _check_model(settings: TrainSettings, checkpoint: Checkpoint) -> None:
+def _check(settings: TrainSettings, checkpoint: Checkpoint) -> None:
+    check_target(settings.algorithm, checkpoint)
     config = checkpoint.model_config
     if settings.sequence_length > config.max_position_embeddings:
         raise ConfigError(
@@ -160,15 +149,6 @@ def _check_model(settings: TrainSettings, checkpoint: Checkpoint) -> None:
             f"--target-layers {','.join(map(str, settings.target_layers))}: the model has layers 0 to "
             f"{config.num_layers - 1}"
         )
-
-
-def _points(settings: TrainSettings, num_target_layers: int) -> tuple[int, ...] | None:
-    """The states the draft is given, by the layers they come out of."""
-    if settings.target_layers is None:
-        return None
-    last = num_target_layers - 1
-    is_dflash = settings.algorithm == "DFLASH"  # whose published layout takes the last layer's output normed
-    return tuple(FINAL if is_dflash and layer == last else layer + 1 for layer in settings.target_layers)
 
 
 def _answers(

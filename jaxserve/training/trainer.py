@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -15,20 +14,15 @@ import numpy as np
 import optax
 
 from jaxserve.core.errors import ConfigError
-from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.training import checkpoints
-from jaxserve.training.losses import Batch, Guesses, dflash_guesses, eagle3_guesses
+from jaxserve.training.losses import Batch, Guesses
 from jaxserve.training.settings import TrainSettings
+from jaxserve.training.student import Parameters, Student
 from jaxserve.training.target_states import RowsWithStates
-
-Parameters = dict[str, jax.Array]
-# Shared with the target, so never trained; DFLASH also leaves the target's head as it is.
-_FROZEN = {"EAGLE3": ("embed_tokens", "target_ids"), "DFLASH": ("embed_tokens", "target_ids", "lm_head")}
-_TEACHER = "teacher_head"  # among the fixed arrays, so that programs get it as an argument
 
 
 class Trainer:
-    """Trains one draft.
+    """Trains one student.
 
     Attributes:
         total_steps: steps of the whole training.
@@ -38,18 +32,17 @@ class Trainer:
             yield, the target's own included), seconds (spent in this training so far).
     """
 
-    def __init__(self, settings: TrainSettings, draft: LoadedModel, teacher_head: jax.Array, train: RowsWithStates,
-                 held_out: RowsWithStates, checkpoint: Path, identity: dict[str, Any]):  # fmt: skip
+    def __init__(self, settings: TrainSettings, student: Student, train: RowsWithStates, held_out: RowsWithStates,
+                 checkpoint: Path, identity: dict[str, Any]):  # fmt: skip
         """Takes up the training ``checkpoint`` holds, if there is one.
 
         Args:
-            teacher_head: Float[draft_vocab, hidden], rows of the target's head; only EAGLE-3 reads it.
             identity: what a checkpoint must agree with.
 
         Raises:
             ConfigError: no row to train on, or a checkpoint of another training.
         """
-        self._settings, self._draft = settings, draft
+        self._settings, self._student = settings, student
         self._train, self._held_out = train, held_out
         self._checkpoint, self._identity = checkpoint, identity
         self._steps_per_epoch = len(train.rows) // settings.batch_rows
@@ -63,10 +56,8 @@ class Trainer:
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self._seconds_before = 0.0
-        named = dict(zip(draft.paths, draft.leaves, strict=True))
-        frozen = _FROZEN[settings.algorithm]
-        self._fixed = {path: leaf for path, leaf in named.items() if path in frozen} | {_TEACHER: teacher_head}
-        parameters = {path: jnp.array(leaf, jnp.float32) for path, leaf in named.items() if path not in frozen}
+        # Copies, for a step is given its parameters to write over.
+        parameters = {path: jnp.array(leaf, jnp.float32) for path, leaf in student.trained.items()}
         self._optimizer = _optimizer(settings, self.total_steps)
         self._state = (parameters, self._optimizer.init(parameters))
         self._restore()
@@ -78,10 +69,10 @@ class Trainer:
         """Trained parameters by path."""
         return self._state[0]
 
-    def draft(self) -> LoadedModel:
-        """The draft with the parameters as they are now."""
-        values = {**self._fixed, **self.parameters}
-        return dataclasses.replace(self._draft, leaves=[values[path] for path in self._draft.paths])
+    @property
+    def values(self) -> Parameters:
+        """All arrays of the student by path, as they are now."""
+        return {**self._student.fixed, **self.parameters}
 
     def run(
         self, progress: Callable[[int, str], None] = lambda num_tokens, note: None, until: int | None = None
@@ -93,7 +84,7 @@ class Trainer:
         while self.step < end:
             indices = self._rows_of(self.step)
             key = jax.random.fold_in(jax.random.key(settings.seed), self.step)
-            self._state, loss = self._train_step(self._state, self._fixed, self._train.batch(indices), key)
+            self._state, loss = self._train_step(self._state, self._student.fixed, self._train.batch(indices), key)
             losses.append(loss)
             self.step += 1
             note = f"step {self.step}/{self.total_steps} loss {float(loss):.3f}"
@@ -110,7 +101,7 @@ class Trainer:
             progress(self._train.rows[indices].num_tokens, note)
 
     def evaluate(self) -> Guesses:
-        """How the draft does on the held-out rows, summed over them; the losses are means."""
+        """How the student does on the held-out rows, summed over them; the losses are means."""
         rows, size = len(self._held_out.rows), self._settings.batch_rows
         total: Guesses | None = None
         batches = 0
@@ -119,7 +110,7 @@ class Trainer:
             batch = self._held_out.batch(indices % rows)
             if start + size > rows:  # the last batch begins anew at the front; its repeated rows count as padding
                 batch = batch._replace(segments=jnp.where((indices < rows)[:, None], batch.segments, 0))
-            found = self._evaluate_rows(self.parameters, self._fixed, batch, jax.random.key(start))
+            found = self._evaluate_rows(self.parameters, self._student.fixed, batch, jax.random.key(start))
             total = found if total is None else Guesses(*(a + b for a, b in zip(total, found, strict=True)))
             batches += 1
         assert total is not None
@@ -142,16 +133,10 @@ class Trainer:
         return np.sort(order[place * self._settings.batch_rows : (place + 1) * self._settings.batch_rows])
 
     def _guesses(self, parameters: Parameters, fixed: Parameters, batch: Batch, key: jax.Array) -> Guesses:
-        values, settings = {**fixed, **parameters}, self._settings
-        model = self._draft.bind([values[path] for path in self._draft.paths])
-        if settings.algorithm == "EAGLE3":
-            return eagle3_guesses(model, values[_TEACHER], batch, settings.draft_steps)
-        return dflash_guesses(model, batch, min(settings.anchors, settings.sequence_length), key)
+        return self._student.guesses({**fixed, **parameters}, batch, key)
 
     def _weighted(self, losses: jax.Array) -> jax.Array:
-        settings, places = self._settings, jnp.arange(losses.shape[0])
-        decay = settings.step_decay if settings.algorithm == "EAGLE3" else float(np.exp(-1 / settings.block_decay))
-        weights = decay**places
+        weights = self._student.decay ** jnp.arange(losses.shape[0])
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
     def _one_step(self, state: Any, fixed: Parameters, batch: Batch, key: jax.Array) -> tuple[Any, jax.Array]:
