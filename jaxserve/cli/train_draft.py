@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="where the draft goes (mtp: the model with it); the same command takes a killed training "
                         "up again")  # fmt: skip
     parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE",
-                        help=".txt, or .jsonl with a text, messages, or a prompt for the model to answer per line; "
-                        "by default instructions that come with jaxserve, answered by the model")  # fmt: skip
+                        help=".txt, or .jsonl with a text, messages, or a prompt for the model to answer per line, or "
+                        "the answers another training left in work/continuations.jsonl; by default instructions that "
+                        "come with jaxserve, answered by the model")  # fmt: skip
     parser.add_argument("--data-tokens", type=int, default=200_000, metavar="N",
                         help="tokens of answers to have the model write (default 200000)")  # fmt: skip
     parser.add_argument("--generate-max-tokens", type=int, default=192, metavar="N", help="of an answer (default 192)")

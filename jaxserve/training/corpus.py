@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any, NamedTuple
 from jaxserve.core.errors import ConfigError, InvalidRequest
 from jaxserve.text.chat_template import encode_chat
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.training.continuations import Sample
+from jaxserve.training.continuations import Recipe, Sample
 
-_WANTED = 'an object with "text" (a string), "messages" (a list of {role, content}) or "prompt" (a string)'
+_WANTED = (
+    'an object with "text" (a string), "messages" (a list of {role, content}), "prompt" (a string), or "prompt" and '
+    '"output" (token ids, as answers are kept in work/continuations.jsonl)'
+)
+_RECIPE = {field.name for field in dataclasses.fields(Recipe)}
 
 
 class Corpus(NamedTuple):
@@ -27,10 +32,15 @@ class Corpus(NamedTuple):
     prompts: list[str]
 
 
-def read_corpus(paths: Sequence[Path], tokenizer: Tokenizer, chat_template: str | None, eos_id: int | None) -> Corpus:
+def read_corpus(paths: Sequence[Path], tokenizer: Tokenizer, chat_template: str | None, eos_id: int | None,
+                model: str) -> Corpus:  # fmt: skip
     """Reads ``.txt`` (one text a file) and ``.jsonl`` files (one object a line).
 
-    Of a conversation, what the assistant says counts as written by the model; of a text, all of it.
+    Of a conversation, what the assistant says counts as written by the model; of a text, all of it. A file of
+    continuations that a training of the same model left is taken as it is, so several drafts can learn from it.
+
+    Args:
+        model: name of the model; continuations of another are refused.
 
     Raises:
         ConfigError: a file that cannot be read or is of another kind, or a line that is not what was wanted; names it.
@@ -48,14 +58,15 @@ def read_corpus(paths: Sequence[Path], tokenizer: Tokenizer, chat_template: str 
             continue
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
-                _read_line(corpus, line, f"--data {path}, line {number}", tokenizer, chat_template, eos_id)
+                place = f"--data {path}, line {number}"
+                _read_line(corpus, line, place, tokenizer, chat_template, eos_id, model)
     if not corpus.samples and not corpus.prompts:
         raise ConfigError(f"--data {', '.join(map(str, paths))} holds no text; wanted {_WANTED} a line, or a .txt file")
     return corpus
 
 
 def _read_line(corpus: Corpus, line: str, place: str, tokenizer: Tokenizer, chat_template: str | None,
-               eos_id: int | None) -> None:  # fmt: skip
+               eos_id: int | None, model: str) -> None:  # fmt: skip
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -70,7 +81,21 @@ def _read_line(corpus: Corpus, line: str, place: str, tokenizer: Tokenizer, chat
         if isinstance(record.get("messages"), list):
             corpus.samples.extend(_turns(record["messages"], place, tokenizer, chat_template, eos_id))
             return
+        if record.keys() == {"prompt", "output"} and all(map(_are_ids, record.values(), 2 * [tokenizer.vocab_size])):
+            corpus.samples.append(Sample(record["prompt"] + record["output"], len(record["prompt"])))
+            return
+        if record.keys() == _RECIPE:
+            if record["model"] != model:
+                raise ConfigError(
+                    f"{place}: what {record['model']} wrote, in its token ids; wanted what {model} wrote: leave the "
+                    "file out, or give --model that one"
+                )
+            return
     raise ConfigError(f"{place}: wanted {_WANTED}, got {line[:80]}")
+
+
+def _are_ids(value: Any, num_ids: int) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < num_ids for each in value)
 
 
 def _turns(messages: list[Any], place: str, tokenizer: Tokenizer, chat_template: str | None,

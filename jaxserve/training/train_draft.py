@@ -88,7 +88,8 @@ def train_draft(settings: TrainSettings, model: str, source: TextSource, output:
     corpus = Corpus([], [])
     if source.data:
         eos = checkpoint.model_config.eos_token_ids
-        corpus = read_corpus(source.data, checkpoint.tokenizer, checkpoint.chat_template, eos[0] if eos else None)
+        template, name = checkpoint.chat_template, checkpoint.name
+        corpus = read_corpus(source.data, checkpoint.tokenizer, template, eos[0] if eos else None, name)
     if not source.data or corpus.prompts:
         if checkpoint.chat_template is None:
             raise ConfigError(

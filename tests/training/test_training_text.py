@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_texts_conversations_and_prompts_are_read(tokenizer: Tokenizer, tmp_path
                 {"role": "user", "content": "v"}, {"role": "assistant", "content": "z"}]  # fmt: skip
     lines = [{"text": "line"}, {"messages": messages}, {"prompt": "why?"}]
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    corpus = read_corpus([tmp_path / "a.txt", tmp_path / "b.jsonl"], tokenizer, TEMPLATE, EOS)
+    corpus = read_corpus([tmp_path / "a.txt", tmp_path / "b.jsonl"], tokenizer, TEMPLATE, EOS, "tiny")
     assert corpus.prompts == ["why?"]
     assert corpus.samples == [
         Sample([*b"plain"], 0),
@@ -47,6 +48,17 @@ def test_texts_conversations_and_prompts_are_read(tokenizer: Tokenizer, tmp_path
         Sample([*b"uu.axy", EOS], 4),
         Sample([*b"uu.axy.uv.az", EOS], 11),
     ]
+
+
+def test_answers_another_training_left_are_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    recipe = Recipe("tiny", 7, 0.5, 3)
+    path = tmp_path / "continuations.jsonl"
+    rows = [{"prompt": [1, 2], "output": [3, 259]}, {"prompt": [4], "output": []}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in (dataclasses.asdict(recipe), *rows)))
+    corpus = read_corpus([path], tokenizer, TEMPLATE, EOS, "tiny")
+    assert corpus.samples == read_continuations(path, recipe) == [Sample([1, 2, 3, 259], 2), Sample([4], 1)]
+    with pytest.raises(ConfigError, match="line 1: what tiny wrote, in its token ids; wanted what other wrote"):
+        read_corpus([path], tokenizer, TEMPLATE, EOS, "other")
 
 
 @pytest.mark.parametrize(
@@ -58,6 +70,8 @@ def test_texts_conversations_and_prompts_are_read(tokenizer: Tokenizer, tmp_path
         ("a.jsonl", '{"text": 1}', 'line 1: wanted an object with "text"'),
         ("a.jsonl", '{"messages": [{"role": "user", "content": "u"}]}', "no answer of an assistant"),
         ("a.jsonl", '{"messages": [{"role": "user"}, {"role": "assistant"}]}', "not a conversation"),
+        ("a.jsonl", '{"prompt": [1], "output": [260]}', 'line 1: wanted an object with "text"'),
+        ("a.jsonl", '{"prompt": [1], "output": [-1]}', 'line 1: wanted an object with "text"'),
         ("a.jsonl", "\n", "holds no text"),
         ("missing.txt", None, "cannot be read"),
     ],
@@ -68,7 +82,7 @@ def test_a_file_that_is_not_what_was_wanted_is_refused(
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=said):
-        read_corpus([tmp_path / name], tokenizer, TEMPLATE, EOS)
+        read_corpus([tmp_path / name], tokenizer, TEMPLATE, EOS, "tiny")
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
