@@ -4,7 +4,7 @@ plain   decoding, overlapped
 NGRAM   speculation as configured by default
 relay   the same with ``--speculative-ngram-fence relay``
 EAGLE3, DFLASH  with the head that comes with the default model
-NAME=FOLDER     the algorithm NAME with a draft model of one's own
+NAME=FOLDER     the algorithm NAME with a draft model of one's own, and the token map beside an EAGLE head
 
 Beside it, what a step costs that verifies 2, 4 or 8 tokens per sequence, with drafts that never hold.
 """
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from jaxserve.core.sampling_params import SamplingParams
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.engine import Engine
 from jaxserve.models.loading.draft import has_default_draft
+from jaxserve.models.loading.token_map import TOKEN_MAP_FILE
 from jaxserve.speculative.base import Proposals, SpeculativeAlgorithm
 from jaxserve.speculative.ngram import NgramAlgorithm
 from jaxserve.speculative.registry import temporarily_registered
@@ -109,7 +111,10 @@ def settings_of(way: str) -> dict[str, Any] | None:
     """The fields of ``EngineConfig`` that a way sets; None: it is none."""
     algorithm, equals, folder = way.partition("=")
     if equals and algorithm and folder:
-        return {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder}
+        token_map = Path(folder).expanduser() / TOKEN_MAP_FILE
+        takes_map = algorithm.upper() == "EAGLE" and token_map.is_file()
+        own_ids = {"speculative_token_map": str(token_map)} if takes_map else {}
+        return {"speculative_algorithm": algorithm, "speculative_draft_model_path": folder, **own_ids}
     return WAYS.get(way)
 
 

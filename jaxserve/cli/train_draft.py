@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve_flags(algorithm: str, output: Path) -> str:
     """How ``jaxserve serve`` is told of what was trained."""
-    from jaxserve.training.head_student import TOKEN_MAP_FILE
+    from jaxserve.models.loading.token_map import TOKEN_MAP_FILE  # imports jax
 
     if algorithm == "MTP":
         return f"--model {output} --speculative-algorithm MTP"

@@ -15,14 +15,13 @@ import numpy as np
 from jaxserve.models.draft import FINAL
 from jaxserve.models.llama import LlamaForCausalLM
 from jaxserve.models.loading.draft import init_draft, save_draft
-from jaxserve.models.loading.token_map import with_token_map
+from jaxserve.models.loading.token_map import TOKEN_MAP_FILE, with_token_map
 from jaxserve.models.loading.weights import LoadedModel
 from jaxserve.training.losses import Batch, Guesses, dflash_guesses, eagle3_guesses, eagle_guesses
 from jaxserve.training.settings import TrainSettings
 from jaxserve.training.student import Parameters, Student
 from jaxserve.training.warm_start import warm_start
 
-TOKEN_MAP_FILE = "token_map.json"
 _TEACHER = "teacher_head"
 
 

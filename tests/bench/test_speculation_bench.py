@@ -49,6 +49,15 @@ def test_every_way_is_measured(found, small):
     assert cell["ways"]["plain"]["ratio"] == [1.0] and cell["ways"]["plain"]["drafted"] == [0]
 
 
+def test_an_eagle_head_is_measured_with_the_token_map_beside_it(tmp_path):
+    head = {"speculative_draft_model_path": str(tmp_path)}
+    assert speculation.settings_of(f"EAGLE={tmp_path}") == {"speculative_algorithm": "EAGLE", **head}
+    (tmp_path / "token_map.json").write_text("[1, 2]")
+    with_map = {"speculative_token_map": str(tmp_path / "token_map.json")}
+    assert speculation.settings_of(f"EAGLE={tmp_path}") == {"speculative_algorithm": "EAGLE", **head, **with_map}
+    assert speculation.settings_of(f"EAGLE3={tmp_path}") == {"speculative_algorithm": "EAGLE3", **head}
+
+
 def test_steps_of_every_size_are_timed(found):
     assert [(each["batch"], each["tokens"]) for each in found["verify"]] == [(1, 0), (1, 1), (1, 2)]
     assert all(len(each["step_ms"]) == 1 and each["step_ms"][0] > 0 for each in found["verify"])

@@ -17,6 +17,7 @@ from jaxserve.core.errors import ConfigError, ModelLoadError
 from jaxserve.models.loading.weights import LoadedModel, abstract_parameters
 
 _FLAG = "--speculative-token-map"
+TOKEN_MAP_FILE = "token_map.json"  # of a trained EAGLE head, beside its checkpoint
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _FORMS = "a .json file with a list of ids, or a .npy or .safetensors file with one array of integers"
 
