@@ -90,7 +90,7 @@ def test_unrolled_eagle_is_what_is_drafted(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny")
     target = load_model(open_checkpoint(model), jnp.float32)
     head = init_draft("EAGLE", target, jnp.float32, seed=3)
-    head.leaves[:] = [leaf * 5 if "proj" in path else leaf for path, leaf in zip(head.paths, head.leaves, strict=True)]
+    head.leaves[:] = [leaf * 12 if "proj" in path else leaf for path, leaf in zip(head.paths, head.leaves, strict=True)]
     save_draft(tmp_path / "eagle", head)
     draft: Any = head.bind(head.leaves)
     engine = make_engine(
