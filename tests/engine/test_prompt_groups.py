@@ -109,15 +109,26 @@ def test_tokens_are_those_of_prompts_read_alone(tiny, oracle, overlap):
         engine.close()
 
 
-def test_each_row_keeps_its_own_controls_seed_and_limit(tiny):
+def prompt_that_is_repeated(oracle):
+    """A prompt whose likeliest continuation is a token of its own: a penalty that counts the prompt changes it."""
+    for seed in range(50):
+        prompt = prompt_of(8, seed)
+        [prompt[0]] = oracle(prompt, 1)
+        if oracle(prompt, 1) == prompt[:1]:
+            return prompt
+    raise AssertionError("no such prompt among 50")
+
+
+def test_each_row_keeps_its_own_controls_seed_and_limit(tiny, oracle):
     """Penalties count the tokens of the row's own prompt, drawn tokens follow the row's own seed, and so on."""
     asked = {
-        "penalised": SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=1.8, ignore_eos=True),
+        "penalised": SamplingParams(max_tokens=6, temperature=0.0, repetition_penalty=5.0, ignore_eos=True),
         "drawn": SamplingParams(max_tokens=6, temperature=1.5, seed=4, ignore_eos=True),
         "likely": SamplingParams(max_tokens=3, temperature=0.0, logprobs=3, ignore_eos=True),
         "biased": SamplingParams(max_tokens=2, temperature=0.0, logit_bias={7: 60.0}, ignore_eos=True),
     }
     prompts = {name: prompt_of(8, seed) for seed, name in enumerate(asked)}
+    prompts["penalised"] = prompt_that_is_repeated(oracle)
 
     def outputs(**settings):
         engine = make_engine(tiny, **{**GROUPED, **settings}, greedy_programs=False)
@@ -136,6 +147,7 @@ def test_each_row_keeps_its_own_controls_seed_and_limit(tiny):
     assert len(alone_steps) == 4
     assert together == alone
     assert together["biased"] == [7, 7]
+    assert together["penalised"][0] != prompts["penalised"][0]
 
 
 def test_prompts_that_begin_alike_are_computed_once(tiny, oracle):
