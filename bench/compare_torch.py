@@ -21,7 +21,7 @@ from jaxserve.bench import compare, compare_report, models
 from jaxserve.cli.parser import int_list
 
 WAY = "torch"
-ABSENT = ("held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "host_ms", "operations", "hlo", "graph_updates")
+ABSENT = ("held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "host_ms", "operations", "hlo", "calls")
 
 
 def torch_cells(

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.bench.graph_calls import GraphCalls, count_graph_calls
 from jaxserve.bench.machine import machine
 from jaxserve.bench.models import COMPARED, NUM_WORDS, write_model
 from jaxserve.bench.roofline import read_bandwidth, step_bytes
@@ -31,13 +32,14 @@ from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.engine import Engine
 
-SCHEMA = 1  # of the JSON
+SCHEMA = 2  # of the JSON
 WAYS: dict[str, dict[str, Any]] = {
     "xla": {"graph_backend": "xla"},
     "xla-cmdbuf": {"graph_backend": "xla-cmdbuf"},
     "xla-cmdbuf-inside": {"graph_backend": "xla-cmdbuf", "graph_snapshot": "inside"},
 }
 PAGE_SIZE = 16
+PROFILED_STEPS = 16
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 FLAGS = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "JAX_PLATFORMS")
 # Instructions of a scheduled program that launch nothing.
@@ -173,8 +175,9 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         ``held_up_coarse_ms`` (how long row writes stood behind that fence; null where nobody on the host knows) and
         ``coarse_step_ms``; ``tokens_per_s``; ``compile_s`` and ``first_run_s`` (compiling included); ``operations``
         (of the scheduled decode program that launch something), ``hlo`` (its hash); ``graph_mib`` (growth of the
-        device's memory outside of XLA's pool in the first run; null where unknown), ``graph_updates`` (null: XLA does
-        not say); ``roofline`` (share of the bandwidth); ``distinct_tokens`` and ``tokens_hash``.
+        device's memory outside of XLA's pool in the first run; null where unknown); ``calls`` (of decode steps that
+        are profiled behind everything else, see ``GraphCalls``; null where there is no driver, or none was seen);
+        ``roofline`` (share of the bandwidth); ``distinct_tokens`` and ``tokens_hash``.
     """
     prompts = prompts_of(comparison, batch)
     cache = engine.parts.worker.step_runner.steps
@@ -196,6 +199,7 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
     steps = [seconds for run in fine for seconds in run.steps]
     context = comparison.prompt_tokens + comparison.max_tokens / 2
     text = _decode_text(engine, batch)
+    calls = _calls(comparison, engine, prompts)
     known = memory_before is not None and memory_after is not None
     return {
         "model": name, "way": way, "mode": engine.parts.worker.model_runner.graph.name,
@@ -207,11 +211,20 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         "tokens_per_s": batch / statistics.median(steps), "compile_s": compiled, "first_run_s": first_run,
         "operations": count_operations(text), "hlo": hlo_hash(text),
         "graph_mib": memory_after - memory_before if known else None,  # type: ignore[operator]
-        "graph_updates": None,
+        "calls": None if calls is None else dataclasses.asdict(calls),
         "roofline": step_bytes(engine, batch, context) / statistics.median(steps) / bandwidth,
         "distinct_tokens": len({token for one in first.tokens for token in one}),
         "tokens_hash": hashlib.sha256(repr(first.tokens).encode()).hexdigest()[:16],
     }  # fmt: skip
+
+
+def _calls(comparison: Comparison, engine: Engine, prompts: list[list[int]]) -> GraphCalls | None:
+    """What some decode steps ask of the driver; None where there is none, or where the profiler saw no call of it."""
+    if jax.default_backend() == "cpu":
+        return None
+    num_steps = min(PROFILED_STEPS, comparison.max_tokens - len(prompts) - 2)
+    calls = count_graph_calls(engine, prompts, comparison.max_tokens, num_steps)
+    return calls if calls.driver_launches else None
 
 
 def prompts_of(comparison: Comparison, batch: int) -> list[list[int]]:

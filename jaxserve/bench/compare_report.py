@@ -10,7 +10,8 @@ from jaxserve.bench.machine import sentence
 from jaxserve.bench.table import median, table
 
 HEAD = ("model", "batch", "way", "ms a step", "p99", "host ms", "tokens/s", "of bandwidth", "operations",
-        "held up, fine", "coarse", "coarse ms a step", "graph MiB", "compile s")  # fmt: skip
+        "held up, fine", "coarse", "coarse ms a step", "graph MiB", "launches a step",
+        "updates a step", "compile s")  # fmt: skip
 ABSENT = "-"
 
 
@@ -37,7 +38,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         f"{np.percentile(cell['step_ms'], 99):.2f}", _number(cell["host_ms"], 2), f"{cell['tokens_per_s']:.0f}",
         f"{100 * cell['roofline']:.0f} %", _number(cell["operations"], 0), _times(cell["held_up_fine_ms"]),
         _times(cell["held_up_coarse_ms"]), _number(cell["coarse_step_ms"], 2), _number(cell["graph_mib"], 0),
-        f"{cell['compile_s']:.1f}",
+        _per_step(cell, "driver_launches"), _per_step(cell, "updated"), f"{cell['compile_s']:.1f}",
     ]  # fmt: skip
 
 
@@ -45,6 +46,11 @@ def _number(value: list[float] | float | None, digits: int) -> str:
     if value is None:
         return ABSENT
     return f"{median(value) if isinstance(value, list) else value:.{digits}f}"
+
+
+def _per_step(cell: dict[str, Any], what: str) -> str:
+    calls = cell["calls"]
+    return ABSENT if calls is None else f"{calls[what] / calls['num_steps']:.1f}"
 
 
 def _times(values: list[float] | None) -> str:

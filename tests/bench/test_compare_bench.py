@@ -45,7 +45,7 @@ def test_numbers_are_those_of_steps_that_were_run(found):
         assert min(cell["held_up_fine_ms"]) > 0
         assert cell["first_run_s"] > cell["compile_s"] > 0
         assert cell["operations"] > 10 and cell["roofline"] > 0
-        assert cell["graph_mib"] is None and cell["graph_updates"] is None  # nobody knows here
+        assert cell["graph_mib"] is None and cell["calls"] is None  # nobody knows here
     one, two = found["cells"]
     assert one["hlo"] != two["hlo"]
     assert found["bandwidth"] > 1e8 and found["versions"]["jax"]
@@ -69,18 +69,27 @@ def test_the_tables_show_what_is_absent_as_absent(found, files):
     assert text == compare_report.whole(found)
     assert "xla (jit)" in text and "left out: tiny-qwen3, xla-cmdbuf-inside:" in text
     row = next(line for line in text.splitlines() if line.startswith("| 1 "))
-    assert row.split("|")[-3].strip() == "-"  # graph memory
+    assert [cell.strip() for cell in row.split("|")[-5:-2]] == ["-"] * 3  # graph memory, launches, updates
 
 
 def test_a_way_without_fences_has_its_columns_empty(found):
     """As torch's cells, which ``bench/compare_torch.py`` adds."""
     absent = dict.fromkeys(
-        ("host_ms", "operations", "held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "graph_mib")
+        ("host_ms", "operations", "held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "graph_mib", "calls")
     )
     other = found["cells"][0] | absent | {"way": "torch", "mode": "CUDA graph", "batch": 9, "step_ms": [1.0, 3.0, 2.0]}
     text = compare_report.whole(found | {"cells": [*found["cells"], other]})
     row = [cell.strip() for cell in next(line for line in text.splitlines() if line.startswith("| 9 ")).split("|")]
-    assert row[1:4] == ["9", "torch (CUDA graph)", "2.00"] and row.count("-") == len(absent)
+    assert (
+        row[1:4] == ["9", "torch (CUDA graph)", "2.00"] and row.count("-") == len(absent) + 1
+    )  # calls are two columns
+
+
+def test_calls_are_shown_for_each_step(found):
+    calls = {"num_steps": 4, "made": 0, "updated": 2, "launched": 8, "driver_launches": 12}
+    text = compare_report.whole(found | {"cells": [found["cells"][0] | {"calls": calls}]})
+    row = next(line for line in text.splitlines() if line.startswith("| 1 "))
+    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["3.0", "0.5"]
 
 
 def test_pictures_are_drawn(files):

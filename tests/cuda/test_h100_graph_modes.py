@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from test_h100_engine_programs import TABLES, llama
 
 from jaxserve.attention.paged_cuda import PagedCudaBackend
 from jaxserve.barrier.native import native_module
+from jaxserve.bench.graph_calls import DRIVER_LAUNCHES, GRAPH_LAUNCHED, GRAPH_MADE, GRAPH_UPDATED
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.runner.graph_mode import make_graph_mode
@@ -65,3 +68,13 @@ def test_with_the_snapshot_inside_no_marker_splits_the_graph(cuda_module, tmp_pa
     # Inside a graph XLA chains its commands one by one, so the schedule is the order.
     assert uses_after(text, TABLES, "jaxserve_snapshot_graph", concurrent=True) == []
     assert copies_of_shape(text, arguments[1].data.shape) == []
+
+
+def test_xla_notes_what_it_does_with_graphs_by_the_names_we_count():
+    """They are literals of the plugin; were they renamed, updates would be reported as none."""
+    [package] = importlib.util.find_spec("jax_plugins.xla_cuda13").submodule_search_locations
+    [plugin] = Path(package).glob("xla_cuda_plugin*.so")
+    with plugin.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for name in (GRAPH_MADE, GRAPH_UPDATED, GRAPH_LAUNCHED, *DRIVER_LAUNCHES):
+            assert content.find(name.encode()) >= 0, name
+        assert content.find(b"command_buffer::misspelt") < 0
