@@ -27,9 +27,13 @@ def test_programs_are_proven_and_their_graphs_reported(cuda_module, folder, caps
     assert decode["marker"] == "jaxserve_snapshot"
     assert decode["donated"] == ["pool", "relay.tokens", "relay.token_counts"]
     order = decode["graphs"]["order"]
-    assert order[0] == "jaxserve_snapshot"
-    assert order[1].startswith("graph(")
+    marker = order.index("jaxserve_snapshot")
+    # A program that draws has loops, whose first values XLA of jax 0.11 sets up ahead of everything: constants, no rows.
+    assert all(name.startswith(("copy.", "loop_broadcast_fusion")) for name in order[:marker])
+    assert order[marker + 1].startswith("graph(")
     assert order[-1] == "jaxserve_record_end"
+    greedy = reports["step decode greedy"]["graphs"]["order"]
+    assert greedy[0] == "jaxserve_snapshot" and greedy[1].startswith("graph(")
     assert all(count >= 5 for count in decode["graphs"]["graphs"])
 
 
