@@ -29,7 +29,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 BUILD = ROOT / "build" / "sanitize"
 FAKE = ROOT / "tests" / "cuda" / "fake"
-TIMEOUT_S = 120  # for one test program; a deadlock must not hold the build for ever
+TIMEOUT_S = 600  # for one test program, some 25 s on a core of its own; a deadlock must not hold the build for ever
 MUTANT_RUNS = 5  # at most: a race is reported when a run shows it, and a busy machine may order one whole run
 
 # -fno-sanitize-recover: undefined behaviour ends the program, as the other reports make it fail.
