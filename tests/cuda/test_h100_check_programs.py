@@ -28,7 +28,7 @@ def test_programs_are_proven_and_their_graphs_reported(cuda_module, folder, caps
     assert decode["donated"] == ["pool", "relay.tokens", "relay.token_counts"]
     order = decode["graphs"]["order"]
     marker = order.index("jaxserve_snapshot")
-    # A program that draws has loops. XLA of jax 0.11 sets up their first values ahead of everything: constants, no rows.
+    # A program that draws has loops. XLA of jax 0.11 sets their first values ahead of everything: constants, no rows.
     assert all(name.startswith(("copy.", "loop_broadcast_fusion")) for name in order[:marker])
     assert order[marker + 1].startswith("graph(")
     assert order[-1] == "jaxserve_record_end"
