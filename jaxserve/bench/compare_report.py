@@ -38,7 +38,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         f"{np.percentile(cell['step_ms'], 99):.2f}", _number(cell["host_ms"], 2), f"{cell['tokens_per_s']:.0f}",
         f"{100 * cell['roofline']:.0f} %", _number(cell["operations"], 0), _times(cell["held_up_fine_ms"]),
         _times(cell["held_up_coarse_ms"]), _number(cell["coarse_step_ms"], 2), _number(cell["graph_mib"], 0),
-        _per_step(cell, "driver_launches"), _per_step(cell, "updated"), f"{cell['compile_s']:.1f}",
+        *_calls(cell["calls"]), f"{cell['compile_s']:.1f}",
     ]  # fmt: skip
 
 
@@ -48,9 +48,12 @@ def _number(value: list[float] | float | None, digits: int) -> str:
     return f"{median(value) if isinstance(value, list) else value:.{digits}f}"
 
 
-def _per_step(cell: dict[str, Any], what: str) -> str:
-    calls = cell["calls"]
-    return ABSENT if calls is None else f"{calls[what] / calls['num_steps']:.1f}"
+def _calls(calls: dict[str, int] | None) -> tuple[str, str]:
+    """Launches and updates a step. Where no graph was seen to be launched, that none was updated says nothing."""
+    if calls is None:
+        return ABSENT, ABSENT
+    launches, updates = (f"{calls[what] / calls['num_steps']:.1f}" for what in ("driver_launches", "updated"))
+    return launches, updates if calls["launched"] else ABSENT
 
 
 def _times(values: list[float] | None) -> str:

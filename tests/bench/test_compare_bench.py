@@ -85,11 +85,13 @@ def test_a_way_without_fences_has_its_columns_empty(found):
     )  # calls are two columns
 
 
-def test_calls_are_shown_for_each_step(found):
-    calls = {"num_steps": 4, "made": 0, "updated": 2, "launched": 8, "driver_launches": 12}
+@pytest.mark.parametrize(("launched", "updates"), [(8, "0.5"), (0, "-")])
+def test_calls_are_shown_for_each_step(found, launched, updates):
+    """Where no graph was launched none can have been updated, or the profile has other names for both."""
+    calls = {"num_steps": 4, "made": 0, "updated": 2, "launched": launched, "driver_launches": 12}
     text = compare_report.whole(found | {"cells": [found["cells"][0] | {"calls": calls}]})
     row = next(line for line in text.splitlines() if line.startswith("| 1 "))
-    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["3.0", "0.5"]
+    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["3.0", updates]
 
 
 def test_pictures_are_drawn(files):
