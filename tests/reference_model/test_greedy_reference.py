@@ -43,6 +43,9 @@ NGRAM = {
     "attention_backend": "native", "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4,
     "speculative_adaptive": False,
 }  # fmt: skip
+# Every program of thirty layers takes some seconds to compile. The default configuration has those of several sizes.
+SIZES: dict[str, Any] = {"prefill_token_buckets": (64, 128), "decode_batch_buckets": (1, 8)}
+ONE_SIZE = {"prefill_token_buckets": (128,), "decode_batch_buckets": (8,), "max_prefill_tokens": 0}
 # Every backend is compared with the oracle on tiny models, too; the others here take minutes.
 OFTEN = (("native", 16), ("xla", 1))
 CONFIGURATIONS = [
@@ -74,9 +77,8 @@ def llm(request, default_model):
             page_size=page_size,
             num_pages=4096 // page_size,
             chunked_prefill_size=128,
-            prefill_token_buckets=(64, 128),
-            decode_batch_buckets=(1, 8),
             skip_warmup=True,
+            **(SIZES if FULL or backend == "native" else ONE_SIZE),
             **settings,
         ) as built:
             yield built
