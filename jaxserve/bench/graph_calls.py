@@ -64,7 +64,7 @@ def count_graph_calls(engine: Engine, prompts: Sequence[Sequence[int]], max_toke
     launched_before = engine.scheduler.step_number
     with tempfile.TemporaryDirectory(prefix="jaxserve-profile-") as folder:
         options = jax.profiler.ProfileOptions()
-        options.host_tracer_level, options.device_tracer_level, options.python_tracer_level = 3, 1, 0
+        options.host_tracer_level, options.python_tracer_level = 3, 0
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(num_steps):
                 _step(engine)
