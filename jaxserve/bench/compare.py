@@ -199,7 +199,7 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
     steps = [seconds for run in fine for seconds in run.steps]
     context = comparison.prompt_tokens + comparison.max_tokens / 2
     text = _decode_text(engine, batch)
-    calls = _calls(comparison, engine, prompts)
+    calls = _calls(comparison, engine, prompts, jax.default_backend())
     known = memory_before is not None and memory_after is not None
     return {
         "model": name, "way": way, "mode": engine.parts.worker.model_runner.graph.name,
@@ -218,9 +218,9 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
     }  # fmt: skip
 
 
-def _calls(comparison: Comparison, engine: Engine, prompts: list[list[int]]) -> GraphCalls | None:
+def _calls(comparison: Comparison, engine: Engine, prompts: list[list[int]], platform: str) -> GraphCalls | None:
     """What some decode steps ask of the driver; None where there is none, or where the profiler saw no call of it."""
-    if jax.default_backend() == "cpu":
+    if platform == "cpu":
         return None
     num_steps = min(PROFILED_STEPS, comparison.max_tokens - len(prompts) - 2)
     calls = count_graph_calls(engine, prompts, comparison.max_tokens, num_steps)

@@ -43,14 +43,13 @@ def test_calls_of_the_profiled_steps_are_counted_and_no_others(noting):
 
 
 def test_every_profiled_step_decodes_all_prompts(noting, monkeypatch):
-    seen, begun = [], jax.profiler.start_trace
+    seen, trace = [], jax.profiler.trace
 
-    def start(*arguments, **settings):
+    def begun(*arguments, **settings):
         seen.append(len(noting.planned))
-        begun(*arguments, **settings)
+        return trace(*arguments, **settings)
 
-    monkeypatch.setattr(jax.profiler, "start_trace", start)
-    monkeypatch.setattr("jax._src.profiler.start_trace", start)
+    monkeypatch.setattr(jax.profiler, "trace", begun)
     count_graph_calls(noting.engine, [prompt_of(8, seed) for seed in range(4)], 14, 5)
     [first] = seen
     assert {mode.name for mode in noting.planned[first : first + 5]} == {"DECODE"}
@@ -58,10 +57,9 @@ def test_every_profiled_step_decodes_all_prompts(noting, monkeypatch):
 
 def test_a_driver_that_was_not_seen_is_not_reported_as_silent(noting, monkeypatch):
     comparison = compare.Comparison(models={"tiny": {}}, batches=(1,), max_tokens=12)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert compare._calls(comparison, noting.engine, [prompt_of(8)]).num_steps == 9
+    assert compare._calls(comparison, noting.engine, [prompt_of(8)], "gpu").num_steps == 9
     monkeypatch.setattr("jaxserve.bench.graph_calls.DRIVER_LAUNCHES", ("cuLaunchNothing",))
-    assert compare._calls(comparison, noting.engine, [prompt_of(8)]) is None
+    assert compare._calls(comparison, noting.engine, [prompt_of(8)], "gpu") is None
 
 
 def test_too_few_tokens_are_refused(noting):
