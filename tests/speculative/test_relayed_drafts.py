@@ -21,7 +21,8 @@ from jaxserve.runner.worker import DraftWorker
 from jaxserve.testing import algorithm_conformance, examine_algorithm
 from jaxserve.testing.poison import Poison
 
-# Programs for several prompts take long to compile: every algorithm has them under "native", the others do without.
+# Programs for several prompts take long to compile. Every algorithm has them in one configuration or more; others do
+# without.
 ALONE = {"max_prefill_tokens": 0}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "native": {},
