@@ -99,7 +99,7 @@ def extensions() -> list[Extension]:
     headers = [str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.h")]
 
     def sources(twin: str) -> list[str]:
-        found = sorted(p for pattern in ("*.cc", "*.cu") for p in (ROOT / "csrc" / twin).glob(pattern))
+        found = sorted(p for pattern in ("*.cc", "*.cu") for p in (ROOT / "csrc" / twin).rglob(pattern))
         return COMMON + [str(p.relative_to(ROOT)) for p in found]
 
     built = [

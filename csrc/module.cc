@@ -1,4 +1,4 @@
-// The Python bindings: the only file that includes pybind11. Built once per twin (JAXSERVE_CUDA selects the CUDA one).
+// The Python bindings. Built once per twin (JAXSERVE_CUDA selects the CUDA one).
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -24,6 +24,7 @@
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAXSERVE_CUDA
+#include "cuda/decoder/bindings.h"
 #include "cuda/twin.h"
 namespace twin = jaxserve::cuda;
 #define JAXSERVE_MODULE _cuda
@@ -343,6 +344,7 @@ PYBIND11_MODULE(JAXSERVE_MODULE, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("wait_on_compute_stream", &twin::wait_on_compute_stream, py::arg("ring").none(false), py::arg("generation"),
         py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>());
+  twin::decoder::bind(m);
 #endif
 
   m.def("handlers", [] {

@@ -8,9 +8,10 @@
 
 namespace jaxserve {
 
-enum class ObjectKind : std::size_t { kSharedBuffer, kExport, kEventRing, kStream, kChannel };
+enum class ObjectKind : std::size_t { kSharedBuffer, kExport, kEventRing, kStream, kChannel, kCapturedSteps };
 
-constexpr std::array<const char*, 5> kObjectKindNames = {"SharedBuffer", "export", "EventRing", "Stream", "Channel"};
+constexpr std::array<const char*, 6> kObjectKindNames = {"SharedBuffer", "export",  "EventRing",
+                                                         "Stream",       "Channel", "CapturedSteps"};
 
 inline std::atomic<int64_t>& live_objects(ObjectKind kind) {
   static std::array<std::atomic<int64_t>, kObjectKindNames.size()> counts{};

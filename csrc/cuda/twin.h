@@ -1,5 +1,5 @@
-// Everything the bindings use of the CUDA twin. csrc/cpu/twin.h offers the same names; compute_stream.h and the graph
-// functions of EventRing exist here only.
+// Everything the bindings use of the CUDA twin. csrc/cpu/twin.h offers the same names; compute_stream.h, captured steps
+// and the graph functions of EventRing exist here only.
 #pragma once
 
 #include <map>
@@ -7,6 +7,7 @@
 
 #include "cuda/channel.h"
 #include "cuda/compute_stream.h"
+#include "cuda/decoder/captured_steps.h"
 #include "cuda/event_ring.h"
 #include "cuda/shared_buffer.h"
 #include "cuda/stream.h"

@@ -112,6 +112,8 @@ def _make(config: EngineConfig, platform: str, dtype: str) -> AttentionBackend:
     _load_entry_points()
     native_runs = platform == "cpu" and dtype == "float32"
     default = "native" if native_runs else "xla"
+    if config.graph_backend == "cuda-graph" and ffi_platform(platform) == "CUDA":
+        default = PagedCudaBackend.name  # the kernel that those graphs hold
     name = default if config.attention_backend == "auto" else config.attention_backend
     children = [config.prefill_attention_backend, config.decode_attention_backend]
     if name != "hybrid":

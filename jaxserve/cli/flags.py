@@ -112,7 +112,7 @@ FLAGS = (
     Flag(
         "graph_backend",
         str,
-        "on a GPU: kernel by kernel (xla) or as CUDA graphs made by XLA (xla-cmdbuf)",
+        "on a GPU: kernel by kernel (xla), CUDA graphs made by XLA (xla-cmdbuf), or captured by us (cuda-graph)",
         choices=("auto", "xla", "xla-cmdbuf", "cuda-graph"),
     ),
     Flag("graph_snapshot", str, "where the snapshot is with xla-cmdbuf", choices=("outside", "inside")),

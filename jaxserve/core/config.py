@@ -50,7 +50,8 @@ class EngineConfig:
         attention_backend: name of a registered backend, or ``"auto"``.
         prefill_attention_backend / decode_attention_backend: children of the ``hybrid`` backend.
         graph_backend: on a GPU, ``"xla"`` launches kernel by kernel, ``"xla-cmdbuf"`` as CUDA graphs that XLA makes;
-            ``"auto"`` is the latter. ``"cuda-graph"`` is refused, with the reason. On the CPU every one is plain jit.
+            ``"auto"`` is the latter. ``"cuda-graph"``: decode and verify steps captured by our extension. On the CPU
+            every one is plain jit.
         graph_snapshot: ``"outside"`` of the graph, or ``"inside"``; unproven.
         disable_overlap_schedule: collect each step before planning the next.
         force_coarse_war_barrier: always wait for the whole execution instead of the read-done event.

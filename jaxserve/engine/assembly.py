@@ -174,7 +174,7 @@ def assemble(
     model_config = checkpoint.model_config
     dtype = ("float32" if platform == "cpu" else "bfloat16") if config.dtype == "auto" else config.dtype
     backend = make_backend(config, platform, dtype, model_config.attention_sinks)
-    make_graph_mode(config, platform, backend, channel=0)  # what it refuses is refused before anything slow
+    make_graph_mode(config, platform, backend, 0, model_config)  # what it refuses is refused before anything slow
     context_length = config.context_length or model_config.max_position_embeddings
     if context_length > model_config.max_position_embeddings:
         raise ConfigError(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxserve.models.captured import DecoderParts, LayerWeights
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import apply_rope, linear, rms_norm, rope_inverse_frequencies, rope_tables
 from jaxserve.models.weight_map import Tensors, take, take_rows
@@ -86,8 +87,7 @@ class LlamaForCausalLM(nnx.Module):
         config = self.config
         num_rows, eps, norms = token_ids.shape[0], config.rms_norm_eps, self.norms[...]
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        frequencies = rope_inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        cos, sin = rope_tables(positions, frequencies)
+        cos, sin = self._rope_tables(positions)
         x = self.embed_tokens[...][token_ids]
         for index, layer in enumerate(self.layers):
             if observe is not None:
@@ -111,6 +111,26 @@ class LlamaForCausalLM(nnx.Module):
     def before_rope(self, layer: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a look-alike does to query heads [T, H, D] and key heads [T, KV, D] before rotary embedding: nothing."""
         return q, k
+
+    def _rope_tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        return rope_tables(
+            positions, rope_inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        )
+
+    def decoder_parts(self, positions: jax.Array) -> DecoderParts:
+        """What captured decode steps are computed from, for rows at ``positions`` int32[T]."""
+        embedding = self.embed_tokens[...]
+        layers = [
+            LayerWeights(
+                *(layer.qkv_proj[...], layer.o_proj[...], layer.gate_up_proj[...], layer.down_proj[...]),
+                *map(_value, (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias)),
+            )
+            for layer in self.layers
+        ]
+        cosines, sines = (x[:, 0] for x in self._rope_tables(positions))
+        head = embedding if self.lm_head is None else self.lm_head[...]
+        return DecoderParts(cosines, sines, embedding, head, self.norms[...], None, layers)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: Float[R, hidden] -> Float32[R, vocab]."""

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.core.errors import ModelLoadError
+from jaxserve.models.captured import DecoderParts
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layers import rms_norm
 from jaxserve.models.llama import LlamaForCausalLM, llama_weight_map
@@ -31,6 +32,9 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def before_rope(self, layer: int, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         norms, eps = self.head_norms[...], self.config.rms_norm_eps
         return rms_norm(q, norms[2 * layer], eps), rms_norm(k, norms[2 * layer + 1], eps)
+
+    def decoder_parts(self, positions: jax.Array) -> DecoderParts:
+        return super().decoder_parts(positions)._replace(head_norms=self.head_norms[...])
 
 
 def read_qwen3_config(config: Mapping[str, Any], source: str) -> dict[str, Any]:

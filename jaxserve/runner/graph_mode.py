@@ -1,4 +1,4 @@
-"""How programs reach a GPU: kernel by kernel, or as CUDA graphs that XLA makes of them."""
+"""How programs reach a GPU: kernel by kernel, as CUDA graphs that XLA makes of them, or as graphs that we capture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from jaxserve.barrier.native import ffi_platform
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.models.config import ModelConfig
+from jaxserve.runner.captured_steps import why_not_captured
 
 _MODES_IN_GRAPHS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-_WHY_NO_CUDA_GRAPH = (
-    "--graph-backend cuda-graph cannot serve: capturing an XLA execution would also capture what PJRT does around it "
-    "(host callbacks that free buffers, events of its own), and buffers would not stay where the graph expects them; "
-    "see docs/h100.md. Choose xla or xla-cmdbuf"
-)
+_NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class GraphMode:
     """What a runner's programs are compiled and launched with.
 
     Attributes:
-        name: ``jit`` (CPU), ``xla``, or ``xla-cmdbuf``.
+        name: ``jit`` (CPU), ``xla``, ``xla-cmdbuf``, or ``cuda-graph``.
         options: XLA compiler options.
         channel: number of the fence channel whose fixed events graphs hold; None: the markers stay outside of graphs.
     """
@@ -35,6 +33,11 @@ class GraphMode:
     name: str = "jit"
     options: Mapping[str, str] = field(default_factory=dict)
     channel: int | None = None
+
+    @property
+    def captures(self) -> bool:
+        """Whether our extension captures decode and verify steps."""
+        return self.name == "cuda-graph"
 
     def holds_markers(self, mode: ForwardMode) -> bool:
         """Whether programs of ``mode`` have the snapshot and the end record inside their graph."""
@@ -47,27 +50,38 @@ class GraphMode:
         return ops.markers_in_graph(self.channel)
 
 
-def make_graph_mode(config: EngineConfig, platform: str, backend: AttentionBackend, channel: int) -> GraphMode:
+def make_graph_mode(
+    config: EngineConfig, platform: str, backend: AttentionBackend, channel: int, model: ModelConfig
+) -> GraphMode:
     """What a configuration asks for on a platform.
 
     Args:
         backend: of the programs.
         channel: number of the runner's fence channel.
+        model: what the programs compute.
 
     Raises:
         ConfigError: it cannot work, with the reason.
     """
     inside = config.graph_snapshot == "inside"
-    if config.graph_backend == "cuda-graph":
-        raise ConfigError(_WHY_NO_CUDA_GRAPH)
     if ffi_platform(platform) != "CUDA":
         if inside:
             raise ConfigError(f"--graph-snapshot inside needs CUDA graphs, and this is {platform}; leave it out")
         return GraphMode()
-    if config.graph_backend == "xla":
+    if config.graph_backend in ("xla", "cuda-graph"):
         if inside:
-            raise ConfigError("--graph-snapshot inside needs --graph-backend xla-cmdbuf: xla makes no graphs")
-        return GraphMode("xla", {"xla_gpu_enable_command_buffer": ""})
+            raise ConfigError(
+                f"--graph-snapshot inside needs --graph-backend xla-cmdbuf: with {config.graph_backend} XLA makes no "
+                "graphs"
+            )
+        if config.graph_backend == "xla":
+            return GraphMode("xla", _NO_COMMAND_BUFFERS)
+        if reason := why_not_captured(model, backend):
+            raise ConfigError(
+                f"--graph-backend cuda-graph cannot capture decode steps of this model: {reason}; choose xla or "
+                "xla-cmdbuf"
+            )
+        return GraphMode("cuda-graph", _NO_COMMAND_BUFFERS)
     if not inside:
         return GraphMode("xla-cmdbuf")
     if not config.shared_read_marker:

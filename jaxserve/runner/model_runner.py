@@ -14,10 +14,12 @@ from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.paged_kv import KVLayout, PagedKV
 from jaxserve.barrier.channel import FenceChannel
 from jaxserve.barrier.faults import pass_fault
+from jaxserve.barrier.native import native_module
 from jaxserve.barrier.shared_rows import SharedRows
 from jaxserve.barrier.tickets import Event
 from jaxserve.core.config import EngineConfig
 from jaxserve.models.loading.weights import LoadedModel
+from jaxserve.runner.captured_steps import CapturedSteps
 from jaxserve.runner.completion import CompletionWatcher
 from jaxserve.runner.graph_mode import make_graph_mode
 from jaxserve.runner.handover import Relay
@@ -46,6 +48,7 @@ class ModelRunner:
             int32[slots + 1, D] of a draft model, or what holds them. Donated to each launch in turn.
         newest_launch: launch id of the program that pool and relay come from; 0 when they are fresh.
         graph: what its programs are compiled and launched with.
+        captured: its captured decode and verify steps; None unless ``graph`` captures them.
         has_marker: whether programs hold the barrier's FFI operations.
     """
 
@@ -65,12 +68,16 @@ class ModelRunner:
         self._make_relay = make_relay
         self._allocate_device_state()
         self.channel = FenceChannel(platform, rows.write_done, config.fence_timeout_s, name)
-        # Markers go into the graphs of the target model alone: drafts are launched with a channel of their own.
-        outside = dataclasses.replace(config, graph_snapshot="outside")
+        self.captured: CapturedSteps | None = None
+        if name != "target":
+            # Markers go into the graphs of the target model alone, for drafts are launched with a channel of their own;
+            # and only its steps are captured.
+            backend_of_drafts = "xla" if config.graph_backend == "cuda-graph" else config.graph_backend
+            config = dataclasses.replace(config, graph_snapshot="outside", graph_backend=backend_of_drafts)
         try:
-            self.graph = make_graph_mode(
-                config if name == "target" else outside, platform, backend, self.channel.number
-            )
+            self.graph = make_graph_mode(config, platform, backend, self.channel.number, model.config)
+            if self.graph.captures:
+                self.captured = CapturedSteps(native_module(platform))
         except BaseException:
             self.channel.close()  # it would stay open for ever
             raise
@@ -104,4 +111,6 @@ class ModelRunner:
         if self.watcher is not None:
             self.watcher.close()
             self.watcher = None
+        if self.captured is not None:
+            self.captured.close()
         self.channel.close()

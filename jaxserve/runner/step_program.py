@@ -2,7 +2,7 @@
 
 rows       snapshot of the shared rows (the read-done marker), or private rows a prep program made
 tokens     from the relay (decode), from the host (prefill chunk), or from the relay and the drafts (verify)
-layers     the model's own code; its attention calls come back to the backend
+layers     the model's own code, whose attention calls come back to the backend; or a captured step
 sampled    logits, what requests do to them, sampler; in verify, acceptance; what is emitted into the relay
 KV write   every layer's new keys and values, after the last read of the pool; in verify, those of accepted tokens only
 end        the end record: the full-execution fence
@@ -26,7 +26,6 @@ from jaxserve.attention.base import (
     StepRows,
     StepShape,
     Tree,
-    attend_layer,
 )
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.barrier import ops
@@ -34,11 +33,12 @@ from jaxserve.barrier.shared_rows import NUM_SAMPLING_FLOATS, NUM_SAMPLING_INTS
 from jaxserve.barrier.tickets import TICKET_WORDS
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.sampling_params import MAX_HELD_STOP_IDS, MAX_LOGIT_BIAS
+from jaxserve.runner.captured_steps import CapturedSteps
+from jaxserve.runner.forward import captured_forward, forward
 from jaxserve.runner.handover import (
     Handover,
     Relay,
     bounded_lengths,
-    observed_call,
     relay_after,
     tokens_behind,
 )
@@ -270,6 +270,7 @@ def make_step_program(
     bind: Callable[[list[jax.Array]], Any],
     windows: tuple[int | None, ...],
     num_ids: int | None = None,
+    captured: CapturedSteps | None = None,
 ) -> Callable:
     """The step program.
 
@@ -280,6 +281,7 @@ def make_step_program(
         bind: weights list -> model, called while tracing.
         windows: sliding window per layer, or None.
         num_ids: token ids that may be sampled: those below it; None for all.
+        captured: who computes the model in decode and verify programs; None: XLA.
     """
     shape = key.shape
     mode = shape.mode
@@ -323,25 +325,22 @@ def make_step_program(
                 tree = Tree(seen, depths)
                 positions = metadata.lengths[:, None] + depths
         context = AttentionStep(shape, metadata, pool, live, windows, num_tokens, tree)
-        keys: list[jax.Array] = []
-        values: list[jax.Array] = []
-
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
-            q, k, v = [x.reshape(shape.batch, shape.queries, *x.shape[1:]) for x in (q, k, v)]
-            keys.append(k)
-            values.append(v)
-            return attend_layer(backend, context, layer, q, k, v, sinks).reshape(-1, *q.shape[2:])
-
         model = bind(leaves)
-        hidden, features = observed_call(model, tokens.reshape(-1), positions.reshape(-1), attend, key.feature_points)
+        if captured is None or mode is ForwardMode.EXTEND:
+            computed = forward(model, backend, context, tokens, positions, key.feature_points)
+        else:
+            computed = captured_forward(captured, model, context, tokens, positions, key.feature_points)
+        keys, values, features = computed.keys, computed.values, computed.features
         if features is not None:
             features = features.reshape(shape.batch, shape.queries, -1)
-        states = hidden if mode is ForwardMode.EXTEND and shape.batch == 1 else None
+        states = computed.hidden if mode is ForwardMode.EXTEND and shape.batch == 1 else None
         if mode is ForwardMode.EXTEND:  # only a chunk's last token can be followed by a new one
-            hidden = hidden[jnp.arange(shape.batch) * shape.queries + inputs.num_tokens - 1]
+            last_tokens = jnp.arange(shape.batch) * shape.queries + inputs.num_tokens - 1
+            logits = computed.scores(model, last_tokens)
             sampled_positions = metadata.lengths + inputs.num_tokens
             floats, ints = rows.sampling_floats, rows.sampling_ints
         else:
+            logits = computed.scores(model)
             sampled_positions = (positions + 1).reshape(-1)
             floats = jnp.repeat(rows.sampling_floats, shape.queries, axis=0)
             ints = jnp.repeat(rows.sampling_ints, shape.queries, axis=0)
@@ -349,7 +348,7 @@ def make_step_program(
             rows.sampling_floats, rows.sampling_ints, rows.bias_ids, rows.bias_values, sampled_positions,
             relay.token_counts, rows.slots, (tokens, seen) if key.drafts is not None else None, inputs.masks,
         )  # fmt: skip
-        sampled = sample(model.logits(hidden), floats, ints, sampled_positions, num_ids, controls, key.is_greedy)
+        sampled = sample(logits, floats, ints, sampled_positions, num_ids, controls, key.is_greedy)
         last_read = sampled.tokens[0]
 
         newest, write_pages, counts, is_accepted = sampled.tokens, metadata.write_pages, None, None

@@ -83,7 +83,7 @@ class StepRunner(PhaseRunner):
         self._free_masks: dict[tuple[int, int], TokenMasks] = {}  # (rows, queries); nothing is sent when all are free
         self.steps = ProgramCache(
             "step",
-            lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids),
+            lambda key: make_step_program(key, self.backend, runner.model.bind, windows, num_ids, runner.captured),
             lambda key: step_arguments(
                 key, runner.rows.layout, runner.model.leaves, runner.kv, vocab_size, buckets.most_drafts
             ),

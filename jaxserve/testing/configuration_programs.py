@@ -25,7 +25,8 @@ from jaxserve.engine.assembly import pool_pages, resolve_model_path
 from jaxserve.models.loading.checkpoint import open_model_config
 from jaxserve.models.loading.weights import abstract_model
 from jaxserve.runner.buckets import make_buckets
-from jaxserve.runner.graph_mode import GraphMode
+from jaxserve.runner.captured_steps import CapturedSteps
+from jaxserve.runner.graph_mode import make_graph_mode
 from jaxserve.runner.lowering import lower_with_all_arguments
 from jaxserve.runner.phase_runner import PhaseRunner
 from jaxserve.runner.program_cache import ProgramCache
@@ -38,7 +39,7 @@ from jaxserve.testing import deviceless
 from jaxserve.testing.hlo_text import parse_module
 from jaxserve.testing.program_report import ProgramReport, examine, fence_of
 from jaxserve.testing.step_programs import donated_parameters
-from jaxserve.testing.thunk_sequence import GraphUse, graph_use, read_thunks
+from jaxserve.testing.thunk_sequence import SEQUENCE, GraphUse, graph_use, read_thunks
 
 TARGETS = ("cpu", "h100")
 
@@ -108,6 +109,7 @@ class ConfigurationPrograms:
         algorithm = make_algorithm(AlgorithmContext(config, model_config.vocab_size, _encode, jnp.dtype(dtype)))
         if isinstance(algorithm, DraftModelAlgorithm):
             algorithm.load_abstract(model)
+        graph = make_graph_mode(config, platform, backend, 1, model_config)
         # As much of a ModelRunner as programs are made from: sizes, and no array.
         runner: Any = SimpleNamespace(
             backend=backend,
@@ -122,7 +124,8 @@ class ConfigurationPrograms:
             ),
             config=config,
             has_marker=config.shared_read_marker,
-            graph=GraphMode(),
+            graph=graph,
+            captured=CapturedSteps(None) if graph.captures else None,
         )
         self._has_marker = config.shared_read_marker
         step_runner = StepRunner(
@@ -180,6 +183,11 @@ class ConfigurationPrograms:
             with jax.default_device(jax.local_devices(backend="cpu")[0]):
                 return lower_with_all_arguments(function, arguments, donate).compile().as_text() or "", None
         with tempfile.TemporaryDirectory(prefix="jaxserve-thunks-") as folder:
-            options: dict[str, object] = {"xla_dump_to": folder}
-            text = deviceless.compile_for_h100(function, *arguments, donate=donate, options=options).as_text() or ""
+            graph = program.cache.graph
+            options: dict[str, object] = {"xla_dump_to": folder, **graph.options}
+            with graph.tracing(program.key.shape.mode):
+                compiled = deviceless.compile_for_h100(function, *arguments, donate=donate, options=options)
+            text = compiled.as_text() or ""
+            if not list(Path(folder).glob(f"*{SEQUENCE}")):  # XLA was told to make no graphs
+                return text, None
             return text, graph_use(read_thunks(Path(folder), parse_module(text)))

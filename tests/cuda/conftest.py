@@ -52,7 +52,7 @@ def loaded():
         pytest.skip("needs g++ and the headers of a CUDA toolkit: put nvcc on PATH or set CUDA_HOME")
     module, switches = fake_build.load(fake_build.build(home / "include"))
     names = ["snapshot", "snapshot_graph", "record_end", "record_end_graph", "hold", "compute_stream"]
-    for name in [*names, "paged_attention_bf16"]:
+    for name in [*names, "paged_attention_bf16", "captured_step"]:
         capsule = jax.ffi.pycapsule(getattr(switches, f"fake_{name}"))
         jax.ffi.register_ffi_target(f"fake_{name}", capsule, platform="cpu")
     return module, switches

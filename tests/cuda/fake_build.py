@@ -21,7 +21,7 @@ BUILD = ROOT / "build" / "fake_cuda"
 def sources() -> list[Path]:
     """The twin without its kernels, the bindings, and what stands for a device."""
     folders = [ROOT / "csrc" / "common", ROOT / "csrc" / "cuda", FAKE]
-    return [ROOT / "csrc" / "module.cc", *(path for folder in folders for path in sorted(folder.glob("*.cc")))]
+    return [ROOT / "csrc" / "module.cc", *(path for folder in folders for path in sorted(folder.rglob("*.cc")))]
 
 
 def build(cuda_include: Path) -> Path:

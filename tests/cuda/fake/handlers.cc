@@ -11,6 +11,7 @@ XLA_FFI_Error* jaxserve_cuda_record_end_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_hold(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_compute_stream(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxserve_cuda_paged_attention_bf16(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxserve_cuda_captured_step(XLA_FFI_CallFrame*);
 }
 
 namespace {
@@ -54,4 +55,5 @@ EXPORT(record_end_graph)
 EXPORT(hold)
 EXPORT(compute_stream)
 EXPORT(paged_attention_bf16)
+EXPORT(captured_step)
 }

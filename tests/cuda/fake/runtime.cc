@@ -1,6 +1,7 @@
 #include "runtime.h"
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -13,10 +14,14 @@ struct Event {
   std::condition_variable changed;
   uint64_t issued = 0;
   uint64_t completed = 0;
+  std::chrono::steady_clock::time_point completed_at;
 };
 using EventHandle = std::shared_ptr<Event>;  // queued operations keep a destroyed event alive, as CUDA does
 
 EventHandle& of(cudaEvent_t event) { return *reinterpret_cast<EventHandle*>(event); }
+
+using Graph = std::vector<std::function<void(Stream&)>>;
+std::atomic<int> live_graphs{0};  // executable ones
 
 std::mutex streams_mutex;
 std::set<Stream*> streams;
@@ -109,6 +114,7 @@ void record(const EventHandle& event, Stream& stream) {
     {
       std::lock_guard<std::mutex> lock(event->mutex);
       event->completed = number;
+      event->completed_at = std::chrono::steady_clock::now();
     }
     event->changed.notify_all();
   });
@@ -241,6 +247,79 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   FAKE("cudaStreamIsCapturing");
   *status = fake::of(stream).capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  FAKE("cudaMemcpyAsync");
+  fake::of(stream).enqueue([=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
+
+// Graphs. What is captured is not run.
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  FAKE("cudaStreamBeginCapture");
+  if (fake::of(stream).capturing) return cudaErrorIllegalState;
+  fake::of(stream).captured.clear();
+  fake::of(stream).capturing = true;
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  *graph = nullptr;
+  if (!fake::of(stream).capturing) return cudaErrorIllegalState;
+  fake::of(stream).capturing = false;
+  FAKE("cudaStreamEndCapture");
+  *graph = reinterpret_cast<cudaGraph_t>(new fake::Graph(std::move(fake::of(stream).captured)));
+  fake::of(stream).captured.clear();
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  FAKE("cudaGraphGetNodes");
+  *count = reinterpret_cast<fake::Graph*>(graph)->size();
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  FAKE("cudaGraphInstantiate");
+  *executable = reinterpret_cast<cudaGraphExec_t>(new fake::Graph(*reinterpret_cast<fake::Graph*>(graph)));
+  ++fake::live_graphs;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  FAKE("cudaGraphDestroy");
+  delete reinterpret_cast<fake::Graph*>(graph);
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  FAKE("cudaGraphExecDestroy");
+  delete reinterpret_cast<fake::Graph*>(executable);
+  --fake::live_graphs;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
+  FAKE("cudaGraphLaunch");
+  for (const auto& issue : *reinterpret_cast<fake::Graph*>(executable)) issue(fake::of(stream));
+  return cudaSuccess;
+}
+
+__attribute__((visibility("default"))) int fake_live_graphs() { return fake::live_graphs.load(); }
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  FAKE("cudaEventSynchronize");
+  std::unique_lock<std::mutex> lock(fake::of(event)->mutex);
+  fake::of(event)->changed.wait(lock, [&] { return fake::of(event)->completed >= fake::of(event)->issued; });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
+  FAKE("cudaEventElapsedTime");
+  const auto passed = fake::of(end)->completed_at - fake::of(begin)->completed_at;
+  *milliseconds = std::chrono::duration<float, std::milli>(passed).count();
   return cudaSuccess;
 }
 
