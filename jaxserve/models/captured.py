@@ -1,8 +1,8 @@
-"""What a model gives for its decode steps to be captured into a CUDA graph: ``csrc/cuda/decoder`` computes them then."""
+"""What a model gives for its decode steps to be captured into CUDA graphs; ``csrc/cuda/decoder`` computes them then."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -48,7 +48,7 @@ class DecoderParts(NamedTuple):
     layers: list[LayerWeights]
 
 
-def can_be_captured(model_class: type) -> bool:
+def can_be_captured(model_class: Any) -> bool:
     """Whether a model class itself has ``decoder_parts``.
 
     One that inherits it does not count: what it changes of its parent would be left out without a word.

@@ -114,9 +114,7 @@ class LlamaForCausalLM(nnx.Module):
 
     def _rope_tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        return rope_tables(
-            positions, rope_inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        )
+        return rope_tables(positions, rope_inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
 
     def decoder_parts(self, positions: jax.Array) -> DecoderParts:
         """What captured decode steps are computed from, for rows at ``positions`` int32[T]."""

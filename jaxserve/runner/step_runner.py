@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.attention.base import StepShape
 from jaxserve.barrier import journal
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import bucket_for, ceil_div
 from jaxserve.runner.batch import StepBatch
@@ -71,6 +72,11 @@ class StepRunner(PhaseRunner):
                  num_ids: int | None = None, drafts: DraftForm = CHAIN,
                  feature_points: tuple[int, ...] = ()):  # fmt: skip
         super().__init__(runner, buckets)
+        if runner.captured is not None and drafts.is_tree and any(runner.model.config.attention_windows):
+            raise ConfigError(
+                "--graph-backend cuda-graph verifies trees by one mask for all layers, and this model has windows; "
+                "draft chains (--speculative-eagle-topk 1, --speculative-ngram-max-bfs-breadth 1), or choose xla-cmdbuf"
+            )
         self.drafts = drafts
         self.num_ids = num_ids
         self.on_late_compile = on_late_compile

@@ -14,6 +14,7 @@ from jaxserve.barrier.shared_rows import RowLayout
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.loading.weights import abstract_model
+from jaxserve.runner.captured_steps import CapturedSteps
 from jaxserve.runner.lowering import lower_with_all_arguments
 from jaxserve.runner.program_arguments import STEP_DONATES, prep_arguments, step_arguments
 from jaxserve.runner.step_program import (
@@ -39,6 +40,7 @@ def step_program(
     dtype: Any = jnp.float32,
     drafts: DraftForm = CHAIN,
     is_greedy: bool = False,
+    captured: CapturedSteps | None = None,
 ) -> tuple[Callable, tuple]:
     """A step program as the runner would make it, with its abstract arguments; no weight is allocated.
 
@@ -52,7 +54,7 @@ def step_program(
     key = ProgramKey(shape, source, end_record=True, drafts=drafts if verifies else None, is_greedy=is_greedy)
     model = abstract_model(config, dtype)
     kv = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, page_size, jnp.dtype(dtype))
-    function = make_step_program(key, backend, model.bind, config.attention_windows)
+    function = make_step_program(key, backend, model.bind, config.attention_windows, captured=captured)
     layout = RowLayout(batch, width, num_drafts=queries - 1 if verifies else 0)
     return function, step_arguments(key, layout, model.leaves, kv, config.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Captured decode and verify steps on the fake device: their kernels' real bodies, against the Flax model in float32."""
+"""Captured decode and verify steps on the fake device: the real bodies of their kernels, against the Flax model."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def step_of(config: ModelConfig, lengths: tuple[int, ...], queries: int, tree: b
     """(step, tokens, positions): a pool that is NaN wherever no sequence has written."""
     random = np.random.default_rng(seed)
     batch, width = len(lengths), max(3, -(-max(lengths) // PAGE_SIZE))
-    pool = np.full(
-        (config.num_layers, 2, config.num_kv_heads, PAGES, PAGE_SIZE, config.head_dim), np.nan, np.float32
-    )
+    pool = np.full((config.num_layers, 2, config.num_kv_heads, PAGES, PAGE_SIZE, config.head_dim), np.nan, np.float32)
     tables = np.zeros((batch, width), np.int32)
     free = iter(random.permutation(np.arange(1, PAGES)))
     for row, length in enumerate(lengths):

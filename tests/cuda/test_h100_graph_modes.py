@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxserve.barrier.native import native_module
 from jaxserve.bench.graph_calls import DRIVER_LAUNCHES, GRAPH_LAUNCHED, GRAPH_MADE, GRAPH_UPDATED
 from jaxserve.core.config import EngineConfig
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.captured_steps import CapturedSteps
 from jaxserve.runner.graph_mode import make_graph_mode
 from jaxserve.testing.deviceless import compile_for_h100
 from jaxserve.testing.hlo_text import parse_module
@@ -32,10 +34,11 @@ def compiled(folder: Path, **settings) -> tuple[str, GraphUse | None, tuple]:
     """
     native_module("CUDA")
     backend = PagedCudaBackend("xla")
-    graph = make_graph_mode(EngineConfig(**settings), "cuda", backend, channel=3)
+    graph = make_graph_mode(EngineConfig(**settings), "cuda", backend, 3, llama())
     function, arguments = step_program(
-        llama(), backend, ForwardMode.DECODE, batch=8, context_length=512, dtype=jnp.bfloat16, is_greedy=True
-    )
+        llama(), backend, ForwardMode.DECODE, batch=8, context_length=512, dtype=jnp.bfloat16, is_greedy=True,
+        captured=CapturedSteps(None) if graph.captures else None,
+    )  # fmt: skip
     with graph.tracing(ForwardMode.DECODE):
         done = compile_for_h100(
             function, *arguments, donate=(1, 2), options={"xla_dump_to": str(folder), **graph.options}
@@ -51,6 +54,24 @@ def test_xla_makes_no_graphs(cuda_module, tmp_path):
     assert 'custom_call_target="jaxserve_paged_attention_bf16"' in text
     assert use is None
     assert list(tmp_path.glob("*after_optimizations.txt"))  # it was dumped all the same
+
+
+def test_a_captured_step_takes_weights_and_pool_where_they_are(cuda_module, tmp_path):
+    """It is one call between the snapshot and the sampler, and no weight is copied on its way into it."""
+    text, use, arguments = compiled(tmp_path, graph_backend="cuda-graph")
+    assert use is None
+    calls = re.findall(r'custom_call_target="(jaxserve_\w+)"', text)
+    assert calls == ["jaxserve_snapshot", "jaxserve_captured_step", "jaxserve_record_end"]
+    assert uses_after(text, TABLES, "jaxserve_snapshot", concurrent=True) == []
+    assert copies_of_shape(text, arguments[1].data.shape) == []
+    [line] = [line for line in text.splitlines() if "jaxserve_captured_step" in line]
+    names = re.findall(r"%[\w.-]+", line[line.index("custom-call(") : line.index("), custom_call_target")])
+    assert len(names) == 12 + 8 * llama().num_layers
+    [*_, pool, embedding, norms, _, lm_head] = names[:12]
+    layers = [names[i : i + 4] for i in range(12, len(names), 8)]
+    parameters = set(re.findall(r"(%[\w.-]+) = \S+ parameter\(", text))
+    passed = [pool, embedding, norms, lm_head, *(name for layer in layers for name in layer)]
+    assert [name for name in passed if name not in parameters] == []
 
 
 def test_with_the_snapshot_outside_the_model_is_one_graph_and_the_kernel_is_in_it(cuda_module, tmp_path):

@@ -90,11 +90,12 @@ class Build:
         self.program = self.folder / "tests"
         self.sanitizer = SANITIZERS[sanitizer]
         folders = [ROOT / "csrc" / "common", ROOT / "csrc" / twin, FOLDER]
-        self.sources = [path for folder in folders for path in sorted(folder.glob("*.cc"))]
+        self.sources = [path for folder in folders for path in sorted(folder.rglob("*.cc")) if path.stem != "bindings"]
         self.flags = [*FLAGS, *self.sanitizer, f"-I{ROOT / 'csrc'}", f"-I{FOLDER}"]
         if twin == "cuda":
             self.sources = [path for path in self.sources if path.name not in CPU_ONLY]
-            self.sources += [FAKE / f"{name}.cc" for name in ("runtime", "kernels", "attention", "emulated_ops")]
+            fakes = ("runtime", "kernels", "attention", "decoder", "emulated_ops")
+            self.sources += [FAKE / f"{name}.cc" for name in fakes]
             self.flags += ["-DJAXSERVE_CUDA=1", f"-I{FAKE}"]
         self.flags += [f"-isystem{path}" for path in foreign]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.attention.hybrid import HybridBackend
+from jaxserve.attention.paged_cuda import PagedCudaBackend
+from jaxserve.attention.registry import make_backend
 from jaxserve.attention.xla import PlannedBackend, XlaBackend, XlaLiveBackend
 from jaxserve.barrier import ops
 from jaxserve.bench.models import MODELS, write_model
@@ -13,12 +18,19 @@ from jaxserve.core.config import EngineConfig
 from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.engine.engine import Engine
+from jaxserve.models.captured import can_be_captured
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.llama import LlamaForCausalLM
+from jaxserve.models.qwen3 import Qwen3ForCausalLM
 from jaxserve.runner.graph_mode import GraphMode, make_graph_mode
 from jaxserve.runner.program_cache import ProgramCache
 
+LLAMA = ModelConfig("LlamaForCausalLM", 256, 64, 128, 1, 4, 2, 16)
+CAPTURED = {"graph_backend": "cuda-graph", "backend": PagedCudaBackend()}
 
-def mode_of(platform: str, backend=None, **settings) -> GraphMode:
-    return make_graph_mode(EngineConfig(**settings), platform, backend or XlaBackend(), channel=7)
+
+def mode_of(platform: str, backend=None, model=LLAMA, **settings) -> GraphMode:
+    return make_graph_mode(EngineConfig(**settings), platform, backend or XlaBackend(), 7, model)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
@@ -33,9 +45,36 @@ def test_xla_turns_command_buffers_off():
     assert mode_of("gpu", graph_backend="xla").options == {"xla_gpu_enable_command_buffer": ""}
 
 
-@pytest.mark.parametrize("name", ["auto", "xla", "xla-cmdbuf"])
+@pytest.mark.parametrize("name", ["auto", "xla", "xla-cmdbuf", "cuda-graph"])
 def test_on_the_cpu_every_mode_is_jit(name):
     assert mode_of("cpu", graph_backend=name) == GraphMode("jit")
+
+
+@pytest.mark.parametrize("backend", [PagedCudaBackend(), HybridBackend(XlaBackend(), PagedCudaBackend())])
+@pytest.mark.parametrize("model", [LLAMA, replace(LLAMA, architecture="Qwen3ForCausalLM")])
+def test_captured_steps_need_no_graphs_of_xla(backend, model):
+    graph = mode_of("gpu", backend, model, graph_backend="cuda-graph")
+    assert graph.captures
+    assert graph.options == {"xla_gpu_enable_command_buffer": ""}
+    assert not any(graph.holds_markers(mode) for mode in ForwardMode)
+
+
+def test_a_model_that_inherits_from_one_that_can_be_captured_is_not():
+    """What it changes would be left out of the captured step."""
+
+    class Louder(LlamaForCausalLM):
+        def logits(self, hidden):
+            return 2 * super().logits(hidden)
+
+    assert can_be_captured(LlamaForCausalLM)
+    assert can_be_captured(Qwen3ForCausalLM)
+    assert not can_be_captured(Louder)
+
+
+def test_the_attention_backend_of_captured_steps_is_chosen_for_them():
+    config = EngineConfig(graph_backend="cuda-graph")
+    assert make_backend(config, "gpu", "bfloat16").name == "paged-cuda"
+    assert make_backend(config, "cpu", "bfloat16").name == "xla"
 
 
 def test_markers_inside_are_those_of_decode_and_verify():
@@ -49,8 +88,15 @@ def test_markers_inside_are_those_of_decode_and_verify():
 @pytest.mark.parametrize(
     ("platform", "settings", "message"),
     [
-        ("gpu", {"graph_backend": "cuda-graph"}, "cuda-graph cannot serve: .*Choose xla or xla-cmdbuf"),
-        ("cpu", {"graph_backend": "cuda-graph"}, "cuda-graph cannot serve"),
+        ("gpu", {"graph_backend": "cuda-graph"}, "hold the kernel of paged-cuda, and the attention backend is 'xla'"),
+        ("gpu", {**CAPTURED, "model": replace(LLAMA, hidden_size=60)}, "a multiple of 8, got 60; choose xla or xla-"),
+        (
+            "gpu",
+            {**CAPTURED, "model": replace(LLAMA, architecture="MiMoV2FlashForCausalLM")},
+            "no decoder_parts of its",
+        ),
+        ("gpu", {**CAPTURED, "backend": HybridBackend(PagedCudaBackend(), XlaBackend())}, "backend is 'xla'"),
+        ("gpu", {**CAPTURED, "graph_snapshot": "inside"}, "with cuda-graph XLA makes no graphs"),
         ("cpu", {"graph_snapshot": "inside"}, "needs CUDA graphs, and this is cpu"),
         ("gpu", {"graph_snapshot": "inside", "graph_backend": "xla"}, "needs --graph-backend xla-cmdbuf"),
         ("gpu", {"graph_snapshot": "inside", "shared_read_marker": False}, "needs the read-done marker"),
@@ -72,8 +118,8 @@ def test_unknown_names_are_refused_by_the_configuration(settings):
 def test_an_engine_refuses_before_it_loads_anything(tmp_path):
     said: list[str] = []
     folder = write_model(tmp_path / "tiny", MODELS["tiny"], 64)
-    with pytest.raises(ConfigError, match="cuda-graph cannot serve"):
-        Engine(EngineConfig(model=str(folder), graph_backend="cuda-graph"), progress=said.append)
+    with pytest.raises(ConfigError, match="needs CUDA graphs, and this is cpu"):
+        Engine(EngineConfig(model=str(folder), graph_snapshot="inside"), progress=said.append)
     assert said == []
 
 

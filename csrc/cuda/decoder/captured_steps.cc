@@ -52,8 +52,8 @@ void copy_inputs(const Sizes& s, const Buffers& from, const Buffers& to, cudaStr
 
 void copy_results(const Sizes& s, const Buffers& from, const Buffers& to, cudaStream_t stream) {
   const auto copy = [&](const void* source, void* target, int64_t bytes) {
-    JAXSERVE_CUDA_CHECK(
-        cudaMemcpyAsync(target, source, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, stream));
+    const auto size = static_cast<std::size_t>(bytes);
+    JAXSERVE_CUDA_CHECK(cudaMemcpyAsync(target, source, size, cudaMemcpyDeviceToDevice, stream));
   };
   copy(from.logits, to.logits, int64_t{4} * s.rows() * s.vocab);
   copy(from.keys, to.keys, 2 * s.layers() * s.kv_elements());
