@@ -21,13 +21,14 @@ from jaxserve.bench import compare, compare_report, models
 from jaxserve.cli.parser import int_list
 
 WAY = "torch"
-ABSENT = ("held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "host_ms", "operations", "hlo", "calls")
+ABSENT = ("held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "host_ms", "operations", "hlo", "calls",
+          "captured")  # fmt: skip
 
 
 def torch_cells(
     comparison: compare.Comparison, name: str, python: str, read: dict[int, float]
 ) -> tuple[dict[str, str], list[Any]]:
-    """Versions of torch, and a cell per batch as ``compare.measure`` makes them, with ``replay_ms`` besides.
+    """Versions of torch, and a cell per batch as ``compare.measure`` makes them.
 
     Args:
         read: batch -> share of the bandwidth that one step per second would be.

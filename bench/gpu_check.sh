@@ -111,7 +111,7 @@ fi
 step "GPU tests: streams" gpu_streams.txt "$PYTHON" -m pytest -q -rf -m gpu tests/cuda/test_gpu_streams.py
 step "GPU tests: kernel, engine" gpu_engine.txt timeout 170 "$PYTHON" -m pytest -q -rf -m gpu tests/cuda/test_gpu_engine.py
 # One call for each, so that what was measured stays if time runs out. Nothing is begun that could not end.
-for way in xla-cmdbuf xla; do
+for way in xla-cmdbuf cuda-graph xla; do
     step "8B, paged-cuda, $way" "compare-$way.txt" bash -c '
         run_jaxserve bench compare --models llama-3.1-8b --batches 1,8,64 --tokens 80 --rounds 2 --attention-backend paged-cuda \
             --ways "$1" --max-seconds "$2" --json "$0/compare-$1.json" --table "$0/compare-$1.md"' "$OUT" "$way" $(($(left) / 2))

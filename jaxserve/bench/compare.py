@@ -31,12 +31,14 @@ from jaxserve.core.errors import ConfigError, JaxserveError
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.core.shapes import ceil_div
 from jaxserve.engine.engine import Engine
+from jaxserve.runner.captured_steps import CapturedSteps, ReplayCounts
 
-SCHEMA = 2  # of the JSON
+SCHEMA = 3  # of the JSON; what was measured has been written the same way since the first
 WAYS: dict[str, dict[str, Any]] = {
     "xla": {"graph_backend": "xla"},
     "xla-cmdbuf": {"graph_backend": "xla-cmdbuf"},
     "xla-cmdbuf-inside": {"graph_backend": "xla-cmdbuf", "graph_snapshot": "inside"},
+    "cuda-graph": {"graph_backend": "cuda-graph"},
 }
 PAGE_SIZE = 16
 PROFILED_STEPS = 16
@@ -65,7 +67,7 @@ class Comparison:
     """
 
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: COMPARED)
-    ways: tuple[str, ...] = ("xla", "xla-cmdbuf")
+    ways: tuple[str, ...] = ("xla", "xla-cmdbuf", "cuda-graph")
     batches: tuple[int, ...] = (1, 8, 64)
     prompt_tokens: int = 16
     max_tokens: int = 128
@@ -94,10 +96,10 @@ def from_json(found: Mapping[str, Any]) -> Comparison:
     """The comparison that a result was measured with.
 
     Raises:
-        ConfigError: it is no result of this bench, or of another version of it.
+        ConfigError: it is no result of this bench, or of a later version of it.
     """
-    if found.get("bench") != "compare" or found.get("schema") != SCHEMA:
-        raise ConfigError(f"--from: wanted a result of bench compare with schema {SCHEMA}")
+    if found.get("bench") != "compare" or found.get("schema") not in range(1, SCHEMA + 1):
+        raise ConfigError(f"--from: wanted a result of bench compare with schema 1 to {SCHEMA}")
     names = {each.name for each in dataclasses.fields(Comparison)}
     settings: dict[str, Any] = {name: value for name, value in found["settings"].items() if name in names}
     for name, value in settings.items():
@@ -177,11 +179,15 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         (of the scheduled decode program that launch something), ``hlo`` (its hash); ``graph_mib`` (growth of the
         device's memory outside of XLA's pool in the first run; null where unknown); ``calls`` (of decode steps that
         are profiled behind everything else, see ``GraphCalls``; null where there is no driver, or none was seen);
+        ``captured`` (what ``ReplayCounts`` counted in this combination) and ``replay_ms`` (one replay, without an
+        engine around it) of graphs that we capture; null for other ways;
         ``roofline`` (share of the bandwidth); ``distinct_tokens`` and ``tokens_hash``.
     """
     prompts = prompts_of(comparison, batch)
     cache = engine.parts.worker.step_runner.steps
+    captured = engine.parts.worker.model_runner.captured
     compiled_before, memory_before = cache.compile_seconds, _foreign_mib()
+    counted_before = None if captured is None else captured.counts()
     begin = time.perf_counter()
     first = run_greedily(engine, prompts, comparison.max_tokens)
     first_run, compiled = time.perf_counter() - begin, cache.compile_seconds - compiled_before
@@ -211,11 +217,22 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         "tokens_per_s": batch / statistics.median(steps), "compile_s": compiled, "first_run_s": first_run,
         "operations": count_operations(text), "hlo": hlo_hash(text),
         "graph_mib": memory_after - memory_before if known else None,  # type: ignore[operator]
-        "calls": None if calls is None else dataclasses.asdict(calls),
+        "calls": None if calls is None else dataclasses.asdict(calls), 
+        "captured": None if captured is None else _counted_since(captured, counted_before),
+        "replay_ms": None if captured is None else captured.replay_ms(batch),
         "roofline": step_bytes(engine, batch, context) / statistics.median(steps) / bandwidth,
         "distinct_tokens": len({token for one in first.tokens for token in one}),
         "tokens_hash": hashlib.sha256(repr(first.tokens).encode()).hexdigest()[:16],
     }  # fmt: skip
+
+
+def _counted_since(captured: CapturedSteps, before: ReplayCounts | None) -> dict[str, int] | None:
+    """What became of captured steps since ``before``."""
+    counts = captured.counts()
+    if counts is None or before is None:
+        return None
+    since = {name: value - getattr(before, name) for name, value in dataclasses.asdict(counts).items()}
+    return since | {"nodes": counts.nodes, "arena_bytes": counts.arena_bytes}
 
 
 def _calls(comparison: Comparison, engine: Engine, prompts: list[list[int]], platform: str) -> GraphCalls | None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxserve.bench.machine import sentence
 
-COLOURS = {"xla": "#E69F00", "xla-cmdbuf": "#0072B2", "xla-cmdbuf-inside": "#009E73"}  # of Okabe and Ito
+# Of Okabe and Ito.
+COLOURS = {"xla": "#E69F00", "xla-cmdbuf": "#0072B2", "xla-cmdbuf-inside": "#009E73", "cuda-graph": "#CC79A7"}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

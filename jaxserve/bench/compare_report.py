@@ -11,7 +11,7 @@ from jaxserve.bench.table import median, table
 
 HEAD = ("model", "batch", "way", "ms a step", "p99", "host ms", "tokens/s", "of bandwidth", "operations",
         "held up, fine", "coarse", "coarse ms a step", "graph MiB", "launches a step",
-        "updates a step", "compile s")  # fmt: skip
+        "updates a step", "replay ms", "compile s")  # fmt: skip
 ABSENT = "-"
 
 
@@ -38,7 +38,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         f"{np.percentile(cell['step_ms'], 99):.2f}", _number(cell["host_ms"], 2), f"{cell['tokens_per_s']:.0f}",
         f"{100 * cell['roofline']:.0f} %", _number(cell["operations"], 0), _times(cell["held_up_fine_ms"]),
         _times(cell["held_up_coarse_ms"]), _number(cell["coarse_step_ms"], 2), _number(cell["graph_mib"], 0),
-        *_calls(cell["calls"]), f"{cell['compile_s']:.1f}",
+        *_calls(cell), _number(cell["replay_ms"], 2), _made_s(cell),
     ]  # fmt: skip
 
 
@@ -48,12 +48,22 @@ def _number(value: list[float] | float | None, digits: int) -> str:
     return f"{median(value) if isinstance(value, list) else value:.{digits}f}"
 
 
-def _calls(calls: dict[str, int] | None) -> tuple[str, str]:
+def _calls(cell: dict[str, Any]) -> tuple[str, str]:
     """Launches and updates a step. Where no graph was seen to be launched, that none was updated says nothing."""
-    if calls is None:
-        return ABSENT, ABSENT
-    launches, updates = (f"{calls[what] / calls['num_steps']:.1f}" for what in ("driver_launches", "updated"))
-    return launches, updates if calls["launched"] else ABSENT
+    calls, captured = cell["calls"], cell["captured"]
+    launches = updates = ABSENT
+    if calls is not None:
+        launches, updated = (f"{calls[what] / calls['num_steps']:.1f}" for what in ("driver_launches", "updated"))
+        updates = updated if calls["launched"] else ABSENT
+    if captured is not None:  # these graphs are not XLA's
+        updates = f"{captured['moved'] / max(1, captured['uncaptured'] + captured['replayed']):.1f}"
+    return launches, updates
+
+
+def _made_s(cell: dict[str, Any]) -> str:
+    """Seconds that programs took to compile, and graphs of ours to capture."""
+    captured = cell["captured"]
+    return f"{cell['compile_s'] + (0 if captured is None else captured['capture_ns'] / 1e9):.1f}"
 
 
 def _times(values: list[float] | None) -> str:

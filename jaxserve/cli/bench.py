@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("--quick", action="store_true", help="tiny models, seconds on a laptop")
     compare.add_argument("--models", type=_names, metavar="NAME,NAME", help="only these: llama-3.1-8b, qwen3-8b, "
                          "tiny, tiny-qwen3, small, medium, smollm2-135m")  # fmt: skip
-    compare.add_argument("--ways", type=_commas, metavar="WAY,WAY", help="xla, xla-cmdbuf, xla-cmdbuf-inside")
+    compare.add_argument(
+        "--ways", type=_commas, metavar="WAY,WAY", help="xla, xla-cmdbuf, xla-cmdbuf-inside, cuda-graph"
+    )
     compare.add_argument("--attention-backend", metavar="NAME", help="a registered backend, or auto")
     compare.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="auto: bfloat16 on GPU")
     compare.add_argument("--seed", type=int, metavar="N", help="of the prompts")

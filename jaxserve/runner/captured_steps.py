@@ -69,12 +69,12 @@ class CapturedSteps:
         """What became of the steps so far; None where none run."""
         return None if self._native is None else ReplayCounts(**self._native.counts(self.number))
 
-    def replay_ms(self, repeats: int) -> float | None:
-        """Milliseconds of one replay of the newest graph, launched by nobody else; None if there is none.
+    def replay_ms(self, batch: int, queries: int = 1, repeats: int = 20) -> float | None:
+        """Milliseconds of one replay of the graph of steps of this many sequences and tokens; None if there is none.
 
-        For an engine that is idle: results of the step go where the next one's will.
+        Replays follow each other, with nothing in between: what a step takes at the least. For an engine that is idle.
         """
-        found = 0.0 if self._native is None else self._native.time_replays(self.number, repeats)
+        found = 0.0 if self._native is None else self._native.time_replays(self.number, batch, queries, repeats)
         return found or None
 
     def close(self) -> None:

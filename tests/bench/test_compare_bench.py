@@ -19,7 +19,8 @@ BATCHES, ROUNDS = (1, 2), 1
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     return run_bench(
-        tmp_path_factory.mktemp("compare"), "compare", "--models", "tiny-qwen3", "--ways", "xla,xla-cmdbuf-inside",
+        tmp_path_factory.mktemp("compare"), "compare", "--models", "tiny-qwen3", "--ways",
+        "cuda-graph,xla-cmdbuf-inside",
         "--batches", "1,2", "--rounds", str(ROUNDS), "--tokens", "12", "--seed", "5",
     )  # fmt: skip
 
@@ -31,7 +32,7 @@ def found(files):
 
 def test_every_batch_was_measured_and_what_the_platform_refuses_is_named(found):
     assert [(c["model"], c["way"], c["mode"], c["batch"]) for c in found["cells"]] == [
-        ("tiny-qwen3", "xla", "jit", batch) for batch in BATCHES
+        ("tiny-qwen3", "cuda-graph", "jit", batch) for batch in BATCHES
     ]
     [(what, why)] = found["left_out"].items()
     assert what == "tiny-qwen3, xla-cmdbuf-inside" and "needs CUDA graphs, and this is cpu" in why
@@ -45,7 +46,8 @@ def test_numbers_are_those_of_steps_that_were_run(found):
         assert min(cell["held_up_fine_ms"]) > 0
         assert cell["first_run_s"] > cell["compile_s"] > 0
         assert cell["operations"] > 10 and cell["roofline"] > 0
-        assert cell["graph_mib"] is None and cell["calls"] is None  # nobody knows here
+        absent = ("graph_mib", "calls", "captured", "replay_ms")  # on a CPU
+        assert [cell[name] for name in absent] == [None] * len(absent)
     one, two = found["cells"]
     assert one["hlo"] != two["hlo"]
     assert found["bandwidth"] > 1e8 and found["versions"]["jax"]
@@ -53,6 +55,7 @@ def test_numbers_are_those_of_steps_that_were_run(found):
 
 
 def test_a_result_can_be_measured_again(found, tmp_path, capsys, files):
+    assert from_json(found | {"schema": 1}) == from_json(found)
     again = from_json(found)
     assert again.batches == BATCHES and again.max_tokens == 12 and list(again.models) == ["tiny-qwen3"]
     path = tmp_path / "again.json"
@@ -67,9 +70,9 @@ def test_a_result_can_be_measured_again(found, tmp_path, capsys, files):
 def test_the_tables_show_what_is_absent_as_absent(found, files):
     text = (files / "found.md").read_text()
     assert text == compare_report.whole(found)
-    assert "xla (jit)" in text and "left out: tiny-qwen3, xla-cmdbuf-inside:" in text
+    assert "cuda-graph (jit)" in text and "left out: tiny-qwen3, xla-cmdbuf-inside:" in text
     row = next(line for line in text.splitlines() if line.startswith("| 1 "))
-    assert [cell.strip() for cell in row.split("|")[-5:-2]] == ["-"] * 3  # graph memory, launches, updates
+    assert [cell.strip() for cell in row.split("|")[-6:-2]] == ["-"] * 4  # graph memory, launches, updates, replay
 
 
 def test_a_way_without_fences_has_its_columns_empty(found):
@@ -77,12 +80,12 @@ def test_a_way_without_fences_has_its_columns_empty(found):
     absent = dict.fromkeys(
         ("host_ms", "operations", "held_up_fine_ms", "held_up_coarse_ms", "coarse_step_ms", "graph_mib", "calls")
     )
-    other = found["cells"][0] | absent | {"way": "torch", "mode": "CUDA graph", "batch": 9, "step_ms": [1.0, 3.0, 2.0]}
+    own = {"way": "torch", "mode": "CUDA graph", "batch": 9, "step_ms": [1.0, 3.0, 2.0], "replay_ms": [1.5, 1.7, 1.6]}
+    other = found["cells"][0] | absent | {"captured": None} | own
     text = compare_report.whole(found | {"cells": [*found["cells"], other]})
     row = [cell.strip() for cell in next(line for line in text.splitlines() if line.startswith("| 9 ")).split("|")]
-    assert (
-        row[1:4] == ["9", "torch (CUDA graph)", "2.00"] and row.count("-") == len(absent) + 1
-    )  # calls are two columns
+    assert row[1:4] == ["9", "torch (CUDA graph)", "2.00"] and row[-3] == "1.60"
+    assert row.count("-") == len(absent) + 1  # calls are two columns
 
 
 @pytest.mark.parametrize(("launched", "updates"), [(8, "0.5"), (0, "-")])
@@ -91,7 +94,17 @@ def test_calls_are_shown_for_each_step(found, launched, updates):
     calls = {"num_steps": 4, "made": 0, "updated": 2, "launched": launched, "driver_launches": 12}
     text = compare_report.whole(found | {"cells": [found["cells"][0] | {"calls": calls}]})
     row = next(line for line in text.splitlines() if line.startswith("| 1 "))
-    assert [cell.strip() for cell in row.split("|")[-4:-2]] == ["3.0", updates]
+    assert [cell.strip() for cell in row.split("|")[-5:-3]] == ["3.0", updates]
+
+
+def test_graphs_that_we_capture_have_updates_of_their_own(found):
+    """XLA launches none of them, and says nothing of them."""
+    calls = {"num_steps": 4, "made": 0, "updated": 0, "launched": 0, "driver_launches": 60}
+    captured = {"uncaptured": 2, "captured": 2, "moved": 1, "replayed": 8, "capture_ns": 2_000_000_000}
+    cell = found["cells"][0] | {"calls": calls, "captured": captured, "replay_ms": 1.25, "compile_s": 3.0}
+    text = compare_report.whole(found | {"cells": [cell]})
+    row = next(line for line in text.splitlines() if line.startswith("| 1 "))
+    assert [part.strip() for part in row.split("|")[-5:-1]] == ["15.0", "0.1", "1.25", "5.0"]
 
 
 def test_pictures_are_drawn(files):
@@ -102,7 +115,7 @@ def test_pictures_are_drawn(files):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ways": ("cuda-graph",)}, "unknown cuda-graph; known are xla, xla-cmdbuf, xla-cmdbuf-inside"),
+        ({"ways": ("graphs",)}, "unknown graphs; known are xla, xla-cmdbuf, xla-cmdbuf-inside, cuda-graph"),
         ({"batches": (1, 64), "max_tokens": 32}, "64 sequences need at least 68"),
         ({"rounds": 0}, "--rounds must be at least 1"),
         ({"models": {}}, "at least one model"),

@@ -96,12 +96,15 @@ def step_of(config: ModelConfig, lengths: tuple[int, ...], queries: int, tree: b
     return step, tokens, jnp.asarray(np.array(lengths)[:, None] + depths, jnp.int32)
 
 
-def run_captured(captured: CapturedSteps, loaded: LoadedModel, step, tokens, positions, points=()) -> Forward:
+def captured_program(captured: CapturedSteps, loaded: LoadedModel, step, points=()):
+    """``(leaves, pool, tokens, positions) -> Forward``, computed when it returns."""
+
     def call(leaves, pool, tokens, positions):
         held = dataclasses.replace(step, pool=PagedKV(pool))
         return captured_forward(captured, loaded.bind(leaves), held, tokens, positions, points)
 
-    return jax.block_until_ready(jax.jit(call)(loaded.leaves, step.pool.data, tokens, positions))
+    jitted = jax.jit(call)
+    return lambda *arguments: jax.block_until_ready(jitted(*arguments))
 
 
 def run_by_xla(loaded: LoadedModel, step, tokens, positions, points=()) -> Forward:
@@ -150,7 +153,8 @@ def test_a_captured_step_computes_the_model(captured, case):
     config = MODELS[name]
     points = (0, 1, FINAL) if config.num_layers > 1 else (FINAL, 0, FINAL)
     step, tokens, positions = step_of(config, lengths, queries, tree, jnp.bfloat16)
-    found = run_captured(captured, model_of(config, jnp.bfloat16), step, tokens, positions, points)
+    loaded = model_of(config, jnp.bfloat16)
+    found = captured_program(captured, loaded, step, points)(loaded.leaves, step.pool.data, tokens, positions)
     wide, _, _ = step_of(config, lengths, queries, tree, jnp.float32)
     in_bfloat16 = run_by_xla(model_of(config, jnp.bfloat16), step, tokens, positions, points)
     check(found, in_bfloat16, run_by_xla(model_of(config, jnp.float32), wide, tokens, positions, points))
@@ -162,21 +166,11 @@ class Steps:
     def __init__(self, captured: CapturedSteps, batch: int = 2):
         self.step, self.tokens, self.positions = step_of(PLAIN, (37, 5)[:batch], 1, False, jnp.bfloat16)
         self.leaves = model_of(PLAIN, jnp.bfloat16).leaves
-        loaded = abstract_model(PLAIN, jnp.bfloat16)
-
-        def call(leaves, pool, tokens, positions):
-            held = dataclasses.replace(self.step, pool=PagedKV(pool))
-            return captured_forward(captured, loaded.bind(leaves), held, tokens, positions, ())
-
-        self._program = jax.jit(call)
+        self._program = captured_program(captured, abstract_model(PLAIN, jnp.bfloat16), self.step)
 
     def run(self, tokens=None, pool=None) -> Forward:
-        return jax.block_until_ready(
-            self._program(
-                self.leaves, self.step.pool.data if pool is None else pool, self.tokens if tokens is None else tokens,
-                self.positions,
-            )
-        )  # fmt: skip
+        pool, tokens = self.step.pool.data if pool is None else pool, self.tokens if tokens is None else tokens
+        return self._program(self.leaves, pool, tokens, self.positions)
 
 
 def equal(a: Forward, b: Forward) -> bool:
@@ -187,7 +181,7 @@ def test_a_step_runs_once_as_it_is_and_is_replayed_from_then_on(captured, switch
     steps = Steps(captured)
     first = steps.run()
     assert dataclasses.replace(captured.counts(), arena_bytes=0) == ReplayCounts(1, 0, 0, 0, 0, 0, 0)
-    assert captured.replay_ms(3) is None
+    assert captured.replay_ms(2) is None
     others = [steps.run() for _ in range(3)]
     counts = captured.counts()
     assert (counts.uncaptured, counts.captured, counts.moved, counts.replayed) == (1, 1, 0, 3)
@@ -201,7 +195,8 @@ def test_a_step_runs_once_as_it_is_and_is_replayed_from_then_on(captured, switch
     assert not np.array_equal(changed.logits, first.logits)
     assert equal(steps.run(), first)
     assert captured.counts().captured == 1
-    assert captured.replay_ms(2) > 0
+    assert captured.replay_ms(2, repeats=3) > 0
+    assert captured.replay_ms(1) is None and captured.replay_ms(2, queries=2) is None
     assert equal(steps.run(), first)
     captured.close()
     assert switches.fake_live_graphs() == 0

@@ -1,4 +1,4 @@
-"""What the attention kernels use of an H100's multiprocessor, by the compiler's own report. Needs nvcc and no GPU."""
+"""What our kernels use of an H100's multiprocessor, by the compiler's own report. Needs nvcc and no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from jaxserve.attention.paged_cuda import HEAD_DIMS
 from jaxserve.testing import deviceless
 
 CSRC = Path(__file__).parents[2] / "csrc"
+DECODER = ("embed_rows", "add_norm", "rotate_heads", "gate_up", "copy_columns", "copy_areas")
+NAMES = ("paged_attention", "merge_attention", *DECODER)
 REGISTERS, THREADS = 65536, 128  # of a multiprocessor; of a block
 SHARED_BYTES = 227 * 1024
 
@@ -28,7 +30,7 @@ def parse(report: str) -> dict[str, Use]:
     """{"paged_attention<64>": ...} from what ``ptxas -v`` says."""
     found = {}
     for part in report.split("Compiling entry function ")[1:]:
-        name = re.search(r"\d(paged_attention|merge_attention)(?:ILi(\d+)E)?E", part)
+        name = re.search(r"\d(" + "|".join(NAMES) + r")(?:ILi(\d+)E)?E", part)
         assert name is not None, part.splitlines()[0]
         stack, stores, loads = re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part
@@ -40,25 +42,45 @@ def parse(report: str) -> dict[str, Use]:
     return found
 
 
-@pytest.fixture(scope="module")
-def used(tmp_path_factory) -> dict[str, Use]:
+def compiled(source: str, folder: Path) -> dict[str, Use]:
     home = deviceless.cuda_data_dir()
     if home is None or not (home / "bin" / "nvcc").is_file():
         pytest.skip("no nvcc: put it on PATH or set CUDA_HOME")
-    out = tmp_path_factory.mktemp("cubin") / "paged_attention.cubin"
     flags = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-gencode=arch=compute_90,code=sm_90", f"-I{CSRC}"]
-    command = [home / "bin" / "nvcc", *flags, "-Xptxas", "-v", "-cubin", "-o", out, CSRC / "cuda/paged_attention.cu"]
+    command = [home / "bin" / "nvcc", *flags, "-Xptxas", "-v", "-cubin", "-o", folder / "cubin", CSRC / "cuda" / source]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return parse(done.stderr + done.stdout)
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory) -> dict[str, Use]:
+    """Of the attention kernels."""
+    return compiled("paged_attention.cu", tmp_path_factory.mktemp("attention"))
+
+
+@pytest.fixture(scope="module")
+def used_by_decoder(tmp_path_factory) -> dict[str, Use]:
+    """Of the other kernels of captured steps."""
+    return compiled("decoder/kernels.cu", tmp_path_factory.mktemp("decoder"))
 
 
 def test_there_is_a_kernel_for_every_head_dimension(used):
     assert set(used) == {*(f"paged_attention<{dim}>" for dim in HEAD_DIMS), "merge_attention"}
 
 
-def test_nothing_is_spilled(used):
-    assert {name: use for name, use in used.items() if use.spill_bytes or use.stack_bytes} == {}
+def test_nothing_is_spilled(used, used_by_decoder):
+    assert set(used_by_decoder) == set(DECODER)
+    uses = used | used_by_decoder
+    assert {name: use for name, use in uses.items() if use.spill_bytes or use.stack_bytes} == {}
+
+
+def test_the_small_kernels_fill_a_multiprocessor(used_by_decoder):
+    """2048 threads, in blocks of 256."""
+    assert {name: use for name, use in used_by_decoder.items() if -(-use.registers // 8) * 8 > REGISTERS // 2048} == {
+        "gate_up": used_by_decoder["gate_up"]  # loads and unpacks two runs of eight; six blocks fit
+    }
+    assert -(-used_by_decoder["gate_up"].registers // 8) * 8 * 256 * 6 <= REGISTERS
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(64, 5), (96, 3), (128, 3), (192, 2), (256, 2)])

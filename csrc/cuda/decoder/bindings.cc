@@ -66,9 +66,12 @@ void bind(py::module_& parent) {
   m.def("counts", &counts_of, py::arg("number"),
         "uncaptured, captured, moved, replayed, nodes (of the newest graph), capture_ns, arena_bytes.");
   m.def(
-      "time_replays", [](uint64_t number, int repeats) { return opened(number)->time_replays(repeats); },
-      py::arg("number"), py::arg("repeats"), no_gil,
-      "Milliseconds of one replay of the newest graph, the device otherwise idle; 0 if there is none.");
+      "time_replays",
+      [](uint64_t number, int batch, int queries, int repeats) {
+        return opened(number)->time_replays(batch, queries, repeats);
+      },
+      py::arg("number"), py::arg("batch"), py::arg("queries"), py::arg("repeats"), no_gil,
+      "Milliseconds of one replay of the graph of such steps, the device otherwise idle; 0 if there is none.");
 }
 
 }  // namespace jaxserve::cuda::decoder

@@ -92,10 +92,7 @@ void CapturedSteps::reserve(const Sizes& sizes) {
 }
 
 void CapturedSteps::forget(Step& step) {
-  if (step.graph != nullptr) {
-    if (newest_graph_ == step.graph) newest_graph_ = nullptr;
-    JAXSERVE_CUDA_CHECK(cudaGraphExecDestroy(step.graph));  // one in flight is freed when it ends
-  }
+  if (step.graph != nullptr) JAXSERVE_CUDA_CHECK(cudaGraphExecDestroy(step.graph));  // one in flight: when it ends
   step.graph = nullptr;
   step.has_run = false;
 }
@@ -154,25 +151,29 @@ void CapturedSteps::run(const Sizes& sizes, const Weights& weights, const uint16
   } else {
     if (step.graph == nullptr) capture(step, enqueue);
     JAXSERVE_CUDA_CHECK(cudaGraphLaunch(step.graph, stream));
-    newest_graph_ = step.graph;
     newest_stream_ = stream;
-    ++counts_.replayed;
+    step.launched_at = ++counts_.replayed;
   }
   hold_stream("replay.after", stream);
   copy_results(sizes, buffers, ends.results, stream);
 }
 
-double CapturedSteps::time_replays(int repeats) {
+double CapturedSteps::time_replays(int batch, int queries, int repeats) {
   JAXSERVE_CHECK(repeats > 0, "time_replays", "wanted at least one, got " + std::to_string(repeats));
   std::lock_guard<std::mutex> lock(mutex_);
-  if (newest_graph_ == nullptr) return 0.0;
+  const Step* found = nullptr;
+  for (const auto& [identity, step] : steps_) {
+    if (step.graph == nullptr || identity[0] != batch || identity[1] != queries) continue;
+    if (found == nullptr || step.launched_at > found->launched_at) found = &step;
+  }
+  if (found == nullptr) return 0.0;
   cudaEvent_t begin = nullptr, end = nullptr;
   JAXSERVE_CUDA_CHECK(cudaEventCreateWithFlags(&begin, cudaEventDefault));
   float milliseconds = 0.0f;
   try {
     JAXSERVE_CUDA_CHECK(cudaEventCreateWithFlags(&end, cudaEventDefault));
     JAXSERVE_CUDA_CHECK(cudaEventRecord(begin, newest_stream_));
-    for (int i = 0; i < repeats; ++i) JAXSERVE_CUDA_CHECK(cudaGraphLaunch(newest_graph_, newest_stream_));
+    for (int i = 0; i < repeats; ++i) JAXSERVE_CUDA_CHECK(cudaGraphLaunch(found->graph, newest_stream_));
     JAXSERVE_CUDA_CHECK(cudaEventRecord(end, newest_stream_));
     JAXSERVE_CUDA_CHECK(cudaEventSynchronize(end));
     JAXSERVE_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, begin, end));

@@ -54,9 +54,9 @@ class CapturedSteps {
   // no room (see reserve), or if CUDA or cuBLAS refuses.
   void run(const Sizes& sizes, const Weights& weights, const uint16_t* pool, const Ends& ends, cudaStream_t stream);
 
-  // Replays the newest graph this often and blocks until that is done; returns milliseconds per replay. The arena's
-  // results are those of the same step again; nothing else is written. 0 if there is no graph yet.
-  double time_replays(int repeats);
+  // Replays the graph of steps of this many sequences and tokens (of several the one launched last) and blocks until
+  // that is done; returns milliseconds per replay, 0 if there is no such graph. Only the arena is written.
+  double time_replays(int batch, int queries, int repeats);
 
   Counts counts();
   std::size_t arena_bytes();
@@ -65,6 +65,7 @@ class CapturedSteps {
   struct Step {
     std::vector<const void*> addresses;
     bool has_run = false;
+    uint64_t launched_at = 0;  // counts_.replayed at the newest launch
     cudaGraphExec_t graph = nullptr;
   };
 
@@ -78,7 +79,6 @@ class CapturedSteps {
   std::size_t arena_bytes_ = 0;
   cudaStream_t capture_stream_ = nullptr;
   cudaStream_t newest_stream_ = nullptr;
-  cudaGraphExec_t newest_graph_ = nullptr;
   std::map<std::vector<int64_t>, Step> steps_;
   Counts counts_;
 };
