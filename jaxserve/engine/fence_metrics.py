@@ -74,6 +74,15 @@ class FenceMetrics(Collector):
                 totals[cache.kind,] = totals.get((cache.kind,), 0) + read(cache)
             yield self._counter(name, text, ("kind",), totals)
         yield self._graph_splits()
+        captured = self._engine.parts.worker.model_runner.captured
+        counts = None if captured is None else captured.counts()
+        names = () if counts is None else ("replayed", "uncaptured", "moved")
+        yield self._counter(
+            "captured_steps",
+            "With --graph-backend cuda-graph: steps that were one launch of a graph, those that ran as they are, and "
+            "graphs captured anew because an address had changed; no samples otherwise",
+            ("outcome",), {(name,): getattr(counts, name) for name in names},
+        )  # fmt: skip
 
     def _demotions(self) -> Counter[Any]:
         return sum((runner.demotions.counts for runner in self._engine.parts.worker.step_runners), Counter())

@@ -18,6 +18,8 @@ from jaxserve.runner.captured_steps import why_not_captured
 
 _MODES_IN_GRAPHS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
 _NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+# By default XLA launches kernel by kernel while its profiler is on, and a profile shows what otherwise never runs.
+_COMMAND_BUFFERS = {"xla_enable_command_buffers_during_profiling": True}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class GraphMode:
     """
 
     name: str = "jit"
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str | bool] = field(default_factory=dict)
     channel: int | None = None
 
     @property
@@ -83,7 +85,7 @@ def make_graph_mode(
             )
         return GraphMode("cuda-graph", _NO_COMMAND_BUFFERS)
     if not inside:
-        return GraphMode("xla-cmdbuf")
+        return GraphMode("xla-cmdbuf", _COMMAND_BUFFERS)
     if not config.shared_read_marker:
         raise ConfigError("--graph-snapshot inside needs the read-done marker; leave --no-shared-read-marker out")
     for mode in _MODES_IN_GRAPHS:
@@ -92,4 +94,4 @@ def make_graph_mode(
                 f"--graph-snapshot inside needs an attention backend whose reads end at the marker (IN_REPLAY) in "
                 f"{mode.name}, and {backend.name!r} is not one; choose xla or paged-cuda"
             )
-    return GraphMode("xla-cmdbuf", channel=channel)
+    return GraphMode("xla-cmdbuf", _COMMAND_BUFFERS, channel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxserve.attention.base import SharedReadEnds
 from jaxserve.attention.xla import XlaBackend, XlaLiveBackend
 from jaxserve.barrier.native import native_module
 from jaxserve.core.forward_mode import ForwardMode
+from jaxserve.runner.captured_steps import ReplayCounts
 from jaxserve.runner.program_cache import RetraceError
 
 STEPS = 6  # one prefill, then a token each
@@ -208,6 +210,15 @@ def test_compiles_are_counted_with_their_seconds(tiny):
     generate(engine, [(prompt_of(9), greedy(STEPS))])
     assert values(engine, "late_compiles_total", "kind") == {("step",): 1, ("prep",): 0}
     assert values(engine, "programs_compiled_total", "kind")["step",] == 3
+    engine.close()
+
+
+def test_captured_steps_are_counted_by_what_became_of_them(tiny):
+    engine = answered(tiny)
+    assert values(engine, "captured_steps_total", "outcome") == {}
+    counts = ReplayCounts(uncaptured=3, captured=2, moved=1, replayed=40, nodes=21, capture_ns=5, arena_bytes=9)
+    engine.parts.worker.model_runner.captured = SimpleNamespace(counts=lambda: counts, close=lambda: None)
+    assert values(engine, "captured_steps_total", "outcome") == {("replayed",): 40, ("uncaptured",): 3, ("moved",): 1}
     engine.close()
 
 
