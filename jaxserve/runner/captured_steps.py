@@ -101,7 +101,7 @@ def why_not_captured(config: ModelConfig, backend: AttentionBackend) -> str | No
     """Why steps of a model cannot be captured; None if they can."""
     model_class = registered_model_for(config).model_class
     if not can_be_captured(model_class):
-        return f"{config.architecture} has no decoder_parts of its own (Llama, Qwen2, Mistral and Qwen3 have)"
+        return f"{config.architecture} has no decoder_parts of its own (Llama and Qwen3 have)"
     if isinstance(backend, HybridBackend):
         backend = backend.decode if backend.sliding is None else backend.sliding
     if type(backend) is not PagedCudaBackend:
