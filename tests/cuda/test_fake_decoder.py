@@ -233,7 +233,8 @@ def test_a_larger_step_makes_room_and_is_noticed(captured):
 
 
 @pytest.mark.parametrize(
-    "call", ["cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate", "cudaGraphLaunch"]
+    "call",
+    ["cudaStreamBeginCapture", "cublasGemmEx", "cudaStreamEndCapture", "cudaGraphInstantiate", "cudaGraphLaunch"],
 )
 def test_a_capture_that_fails_is_an_error_and_is_tried_again(captured, switches, call):
     steps = Steps(captured)

@@ -83,7 +83,9 @@ def test_captured_steps_serve(tmp_path):
     """Greedy tokens of an engine, drafts and their verification among them, are the likeliest but for rounding."""
     folder = write_model(tmp_path / "tiny", TINY_QWEN3, 128)
     prompts = np.random.default_rng(3).integers(0, 256, (4, 20)).tolist()
-    for settings in ({}, {"speculative_algorithm": "NGRAM", "speculative_adaptive": False}):
+    stalls = native_module("gpu").hold_points  # between the marker and the graph: rows are rewritten meanwhile
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_adaptive": False}
+    for settings, stall_us in (({}, 0), ({}, 3000), (ngram, 0)):
         engine = Engine(
             EngineConfig(
                 model=str(folder), load_format="dummy", num_pages=64, decode_batch_buckets=(4,),
@@ -92,11 +94,14 @@ def test_captured_steps_serve(tmp_path):
             )
         )  # fmt: skip
         try:
+            if stall_us:
+                stalls.delay("replay.before", stall_us)
             tokens = generate(engine, prompts, 48)
             counts = engine.parts.worker.model_runner.captured.counts()
             assert counts.replayed > 5 and counts.moved == 0
             lost = losses(engine.parts.model, prompts, tokens)
         finally:
+            stalls.clear()
             engine.close()
         assert max(lost) < 0.03 and sum(loss == 0 for loss in lost) > 0.85 * len(lost)
 

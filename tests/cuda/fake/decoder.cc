@@ -105,6 +105,7 @@ EXPORTED const char* cublasGetStatusString(int) { return "the fake cuBLAS refuse
 EXPORTED int cublasGemmEx(void* handle, int op_a, int op_b, int m, int n, int k, const void*, const void* a, int a_type,
                           int a_stride, const void* b, int b_type, int b_stride, const void*, void* c, int c_type,
                           int c_stride, int compute, int) {
+  if (fake::fails("cublasGemmEx")) return 13;
   const auto* blas = static_cast<const Blas*>(handle);
   // Without a workspace of the caller's, a captured product would have allocated one.
   if (op_a != 1 || op_b != 0 || a_type != 14 || b_type != 14 || compute != 68 || blas->workspace == nullptr) return 7;

@@ -21,14 +21,13 @@ using EventHandle = std::shared_ptr<Event>;  // queued operations keep a destroy
 EventHandle& of(cudaEvent_t event) { return *reinterpret_cast<EventHandle*>(event); }
 
 using Graph = std::vector<std::function<void(Stream&)>>;
-std::atomic<int> live_graphs{0};  // executable ones
+std::atomic<int> live_graphs{0};  // executable ones and others
 
 std::mutex streams_mutex;
 std::set<Stream*> streams;
 std::mutex failure_mutex;
 std::string failing_function;
 
-// Whether this call was told to fail.
 bool fails(const char* function) {
   std::lock_guard<std::mutex> lock(failure_mutex);
   if (failing_function != function) return false;
@@ -271,6 +270,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   fake::of(stream).capturing = false;
   FAKE("cudaStreamEndCapture");
   *graph = reinterpret_cast<cudaGraph_t>(new fake::Graph(std::move(fake::of(stream).captured)));
+  ++fake::live_graphs;
   fake::of(stream).captured.clear();
   return cudaSuccess;
 }
@@ -291,6 +291,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   FAKE("cudaGraphDestroy");
   delete reinterpret_cast<fake::Graph*>(graph);
+  --fake::live_graphs;
   return cudaSuccess;
 }
 

@@ -47,6 +47,9 @@ class Stream {
 
 inline Stream& of(cudaStream_t stream) { return *reinterpret_cast<Stream*>(stream); }
 
+// Whether this call was told to fail, by fake_fail_next.
+bool fails(const char* function);
+
 // The stream that handlers get, as XLA's compute stream.
 cudaStream_t compute_stream();
 
