@@ -18,8 +18,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
-# Tracing makes many objects that live as long as their program. Looking through all of them for garbage as often as Python
-# does by default took 6 % of the tests' processor time.
+# Tracing makes many objects that live as long as their program. Looking through all of them for garbage as often as
+# Python does by default took 6 % of the tests' processor time.
 gc.set_threshold(50_000, 20, 20)
 
 # Files that take half a minute or more, the longest first. Whole files go to workers: where a long one begins last, the
