@@ -217,7 +217,7 @@ def _cell(comparison: Comparison, name: str, way: str, batch: int, engine: Engin
         "tokens_per_s": batch / statistics.median(steps), "compile_s": compiled, "first_run_s": first_run,
         "operations": count_operations(text), "hlo": hlo_hash(text),
         "graph_mib": memory_after - memory_before if known else None,  # type: ignore[operator]
-        "calls": None if calls is None else dataclasses.asdict(calls), 
+        "calls": None if calls is None else dataclasses.asdict(calls),
         "captured": None if captured is None else _counted_since(captured, counted_before),
         "replay_ms": None if captured is None else captured.replay_ms(batch),
         "roofline": step_bytes(engine, batch, context) / statistics.median(steps) / bandwidth,

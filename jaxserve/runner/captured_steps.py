@@ -9,7 +9,8 @@ from types import ModuleType
 
 from jaxserve.attention.base import AttentionBackend
 from jaxserve.attention.hybrid import HybridBackend
-from jaxserve.attention.paged_cuda import PagedCudaBackend
+from jaxserve.attention.paged_cuda import HEAD_DIMS, PagedCudaBackend
+from jaxserve.core.errors import ConfigError
 from jaxserve.models.captured import can_be_captured
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import registered_model_for
@@ -51,14 +52,17 @@ class CapturedSteps:
         target: FFI target of a captured step.
 
     Raises:
-        RuntimeError: no cuBLAS, or no memory.
+        ConfigError: no cuBLAS that works, or no memory for what it needs.
     """
 
     target = "jaxserve_captured_step"
 
     def __init__(self, module: ModuleType | None):
         self._native = None if module is None else module.captured_steps
-        self.number: int = 1 if self._native is None else self._native.open(cublas_libraries())
+        try:
+            self.number: int = 1 if self._native is None else self._native.open(cublas_libraries())
+        except RuntimeError as error:
+            raise ConfigError(f"--graph-backend cuda-graph cannot be used here: {error}") from error
 
     def reserve(self, **sizes: int) -> None:
         """Makes room for a step of these sizes, see ``csrc/cuda/decoder/bindings.cc``."""
@@ -106,6 +110,8 @@ def why_not_captured(config: ModelConfig, backend: AttentionBackend) -> str | No
         backend = backend.decode if backend.sliding is None else backend.sliding
     if type(backend) is not PagedCudaBackend:
         return f"its graphs hold the kernel of paged-cuda, and the attention backend is {backend.name!r}"
+    if config.head_dim not in HEAD_DIMS:
+        return f"its attention kernel has head dimensions {', '.join(map(str, HEAD_DIMS))}, not {config.head_dim}"
     for name, value in (("hidden_size", config.hidden_size), ("intermediate_size", config.intermediate_size)):
         if value % 8:
             return f"its kernels want a {name} that is a multiple of 8, got {value}"

@@ -12,6 +12,7 @@ import pytest
 from jaxserve.attention.base import AttentionStep, LiveRows, StepMetadata, StepShape, Tree
 from jaxserve.attention.paged_kv import PagedKV
 from jaxserve.attention.xla import XlaBackend
+from jaxserve.core.errors import ConfigError
 from jaxserve.core.forward_mode import ForwardMode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft import FINAL
@@ -275,10 +276,20 @@ def test_weights_that_do_not_fit_are_refused(captured):
         jax.block_until_ready(jax.jit(call)(steps.leaves, steps.step.pool.data))
 
 
+def test_a_layer_that_does_not_exist_cannot_be_observed(captured):
+    steps = Steps(captured)
+    program = captured_program(captured, abstract_model(PLAIN, jnp.bfloat16), steps.step, (3,))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="wanted points from -1 to 2, got 3"):
+        program(steps.leaves, steps.step.pool.data, steps.tokens, steps.positions)
+
+
 def test_without_cublas_the_error_says_where_it_was_looked_for(fake, monkeypatch):
     monkeypatch.setattr(captured_steps, "cublas_libraries", lambda: ["/nowhere/libcublas.so.13"])
-    with pytest.raises(RuntimeError, match=r"cuBLAS failed: no library; jax\[cuda13\] brings it along.*\n.*/nowhere"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be used here: .*cuBLAS failed: no library; jax\[cuda13\] brings it along.*\n.*/nowhere",
+    ):
         CapturedSteps(fake)
     monkeypatch.setattr(captured_steps, "cublas_libraries", lambda: ["libm.so.6"])
-    with pytest.raises(RuntimeError, match="the library has no cublasCreate_v2"):
+    with pytest.raises(ConfigError, match="the library has no cublasCreate_v2"):
         CapturedSteps(fake)

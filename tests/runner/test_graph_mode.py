@@ -25,7 +25,7 @@ from jaxserve.models.qwen3 import Qwen3ForCausalLM
 from jaxserve.runner.graph_mode import GraphMode, make_graph_mode
 from jaxserve.runner.program_cache import ProgramCache
 
-LLAMA = ModelConfig("LlamaForCausalLM", 256, 64, 128, 1, 4, 2, 16)
+LLAMA = ModelConfig("LlamaForCausalLM", 256, 64, 128, 1, 4, 2, 64)
 CAPTURED = {"graph_backend": "cuda-graph", "backend": PagedCudaBackend()}
 
 
@@ -90,6 +90,7 @@ def test_markers_inside_are_those_of_decode_and_verify():
     ("platform", "settings", "message"),
     [
         ("gpu", {"graph_backend": "cuda-graph"}, "hold the kernel of paged-cuda, and the attention backend is 'xla'"),
+        ("gpu", {**CAPTURED, "model": replace(LLAMA, head_dim=80)}, "head dimensions 64, 96, 128, 192, 256, not 80"),
         ("gpu", {**CAPTURED, "model": replace(LLAMA, hidden_size=60)}, "a multiple of 8, got 60; choose xla or xla-"),
         (
             "gpu",

@@ -87,6 +87,10 @@ void run(cudaStream_t stream, ffi::RemainingArgs& operands, ffi::RemainingRets& 
   s.eps = attributes.eps;
   s.windows.assign(attributes.windows.begin(), attributes.windows.end());
   s.points.assign(attributes.points.begin(), attributes.points.end());
+  for (const int point : s.points) {
+    require(point >= -1 && point <= s.layers(),
+            "wanted points from -1 to " + std::to_string(s.layers()) + ", got " + std::to_string(point));
+  }
   const auto layers = static_cast<std::size_t>(s.layers());
   require(layers > 0 && operands.size() == kFirstWeights + kPerLayer * layers,
           "wanted " + std::to_string(kPerLayer) + " weights for each of " + std::to_string(layers) + " layers, got " +
