@@ -110,6 +110,7 @@ fi
 
 step "GPU tests: streams" gpu_streams.txt "$PYTHON" -m pytest -q -rf -m gpu tests/cuda/test_gpu_streams.py
 step "GPU tests: kernel, engine" gpu_engine.txt timeout 170 "$PYTHON" -m pytest -q -rf -m gpu tests/cuda/test_gpu_engine.py
+step "GPU tests: captured steps" gpu_captured.txt timeout 90 "$PYTHON" -m pytest -q -rf -m gpu tests/cuda/test_gpu_captured.py
 # One call for each, so that what was measured stays if time runs out. Nothing is begun that could not end.
 for way in xla-cmdbuf cuda-graph xla; do
     step "8B, paged-cuda, $way" "compare-$way.txt" bash -c '
