@@ -15,8 +15,7 @@ from pathlib import Path
 
 import jax
 
-from jaxserve.core.request import Request
-from jaxserve.core.sampling_params import SamplingParams
+from jaxserve.bench.stepping import step_together
 from jaxserve.engine.engine import Engine
 
 GRAPH_MADE, GRAPH_UPDATED, GRAPH_LAUNCHED = (f"command_buffer::{what}" for what in ("initialize", "update", "execute"))
@@ -54,39 +53,24 @@ def count_graph_calls(engine: Engine, prompts: Sequence[Sequence[int]], max_toke
     least = len(prompts) + num_steps + 2
     if num_steps < 1 or max_tokens < least:
         raise ValueError(f"{len(prompts)} prompts and {num_steps} steps need {least} tokens each, got {max_tokens}")
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    waiting = set()
-    for number, prompt in enumerate(prompts):
-        engine.add(Request(f"profiled-{number}", tuple(prompt), params))
-        waiting.add(f"profiled-{number}")
+    steps, waiting = step_together(engine, prompts, max_tokens), set(range(len(prompts)))
     while waiting:
-        waiting -= _step(engine)
+        waiting -= next(steps).keys()
     launched_before = engine.scheduler.step_number
     with tempfile.TemporaryDirectory(prefix="jaxserve-profile-") as folder:
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level, options.python_tracer_level = 3, 0
         with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(num_steps):
-                _step(engine)
+                next(steps)
             launched = engine.scheduler.step_number - launched_before
         events = host_events(Path(folder))
-    while engine.has_work:
-        _step(engine)
+    for _ in steps:  # the engine is idle afterwards
+        pass
     return GraphCalls(
         launched, events[GRAPH_MADE], events[GRAPH_UPDATED], events[GRAPH_LAUNCHED],
         sum(events[name] for name in DRIVER_LAUNCHES),
     )  # fmt: skip
-
-
-def _step(engine: Engine) -> set[str]:
-    """One step; returns the requests that got tokens."""
-    served = set()
-    for delta in engine.step():
-        if delta.error:
-            raise RuntimeError(f"a step failed: {delta.error}")
-        if delta.token_ids:
-            served.add(delta.request_id)
-    return served
 
 
 def host_events(folder: Path) -> Counter[str]:

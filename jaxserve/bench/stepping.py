@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,26 @@ class _Counts:
                    engine.scheduler.step_number)  # fmt: skip
 
 
+def step_together(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Iterator[dict[int, list[int]]]:
+    """Runs the prompts together, greedily, each to ``max_tokens`` tokens; yields what each step gave, by prompt.
+
+    Raises:
+        RuntimeError: a step failed.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    numbers = {f"bench-{number}": number for number in range(len(prompts))}
+    for name, prompt in zip(numbers, prompts, strict=True):
+        engine.add(Request(name, tuple(prompt), params))
+    while engine.has_work:
+        found: dict[int, list[int]] = {}
+        for delta in engine.step():
+            if delta.error:
+                raise RuntimeError(f"a step failed: {delta.error}")
+            if delta.token_ids:
+                found.setdefault(numbers[delta.request_id], []).extend(delta.token_ids)
+        yield found
+
+
 def run_greedily(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> Stepped:
     """Runs the prompts together, each to ``max_tokens`` tokens, on an engine that is idle."""
     scheduler = engine.scheduler
@@ -73,30 +93,23 @@ def run_greedily(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: i
     scheduler.plan, scheduler.launch = plan, launch  # type: ignore
     fences = scheduler.barrier.counts.copy()
     try:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        tokens: dict[str, list[int]] = {f"bench-{i}": [] for i in range(len(prompts))}
-        first: dict[str, float] = {}
+        tokens: list[list[int]] = [[] for _ in prompts]
+        first: dict[int, float] = {}
         steps, host, counts = [], [], []
         start = before = time.perf_counter()
-        for name, prompt in zip(tokens, prompts, strict=True):
-            engine.add(Request(name, tuple(prompt), params))
-        was_full = False
-        while engine.has_work:
-            busy = plan.seconds + launch.seconds
-            deltas = [delta for delta in engine.step() if delta.token_ids or delta.error]
+        was_full, busy = False, 0.0
+        for given in step_together(engine, prompts, max_tokens):
             now = time.perf_counter()
-            for delta in deltas:
-                if delta.error:
-                    raise RuntimeError(f"a step failed: {delta.error}")
-                tokens[delta.request_id] += delta.token_ids
-                first.setdefault(delta.request_id, now - start)
-            full = len(deltas) == len(prompts) and len(first) == len(prompts)
+            for number, new in given.items():
+                tokens[number] += new
+                first.setdefault(number, now - start)
+            full = len(given) == len(prompts)
             if full and was_full:
                 steps.append(now - before)
                 host.append(plan.seconds + launch.seconds - busy)
                 counts.append(_Counts.of(engine))
                 now = time.perf_counter()  # what counting takes belongs to no step
-            before, was_full = now, full
+            before, was_full, busy = now, full, plan.seconds + launch.seconds
     finally:
         del scheduler.plan, scheduler.launch  # type: ignore
     if len(counts) < 2:
@@ -106,8 +119,8 @@ def run_greedily(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: i
     return Stepped(
         steps=steps,
         host=host,
-        first_tokens=[first[name] for name in tokens],
-        tokens=list(tokens.values()),
+        first_tokens=[first[number] for number in range(len(prompts))],
+        tokens=tokens,
         held_up=(end.held_up_ns - begin.held_up_ns) / 1e9 / num_held_up if num_held_up else None,
         bytes_to_device=(end.num_bytes - begin.num_bytes) / (end.num_launches - begin.num_launches),
         fences={":".join(fence): n for fence, n in (scheduler.barrier.counts - fences).items()},
