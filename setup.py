@@ -3,6 +3,7 @@
 JAXSERVE_CUDA=1    require the CUDA twin (fail if no toolkit is found)
 JAXSERVE_CUDA=0    never build it
 CUDA_HOME          where the toolkit is (default: the folder of nvcc, then /usr/local/cuda)
+JAXSERVE_BUILD_JOBS    files compiled at a time (default: one per core)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import jaxlib
 import pybind11
+from pybind11.setup_helpers import ParallelCompile
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -125,4 +127,5 @@ def extensions() -> list[Extension]:
     return built
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
+with ParallelCompile("JAXSERVE_BUILD_JOBS", default=0):
+    setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})

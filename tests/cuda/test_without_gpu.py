@@ -36,6 +36,7 @@ def test_the_module_offers_both_variants_of_the_markers(cuda_module):
         "jaxserve_hold",
         "jaxserve_compute_stream",
         "jaxserve_paged_attention_bf16",
+        "jaxserve_captured_step",
     }
 
 
