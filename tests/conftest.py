@@ -19,8 +19,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 # Tracing makes many objects that live as long as their program. Looking through all of them for garbage as often as
-# Python does by default took 6 % of the processor time of some tests. Not much less often: engines that nobody holds any
-# more have a hundred memory mappings for each program, and a process may have 65530 of them.
+# Python does by default took 6 % of the processor time of some tests. Not much less often: engines that nobody holds
+# any more have a hundred memory mappings for each program, and a process may have 65530 of them.
 gc.set_threshold(20_000, 10, 10)
 
 # Files that take half a minute or more, the longest first. Whole files go to workers: where a long one begins last, the
