@@ -22,6 +22,7 @@ from jaxserve.runner.captured_steps import CapturedSteps, ReplayCounts
 from jaxserve.runner.forward import Forward, captured_forward, forward
 
 PAGE_SIZE, PAGES = 16, 16
+REFUSED = (jax.errors.JaxRuntimeError, ValueError)  # by a handler; jax 0.11 raises either, by how it dispatches
 
 PLAIN = ModelConfig(
     "LlamaForCausalLM", vocab_size=96, hidden_size=64, intermediate_size=72, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -241,7 +242,7 @@ def test_a_capture_that_fails_is_an_error_and_is_tried_again(captured, switches,
     steps = Steps(captured)
     expected = steps.run()
     switches.fake_fail_next(call.encode())
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{call} failed"):
+    with pytest.raises(REFUSED, match=f"{call} failed"):
         steps.run()
     assert all(equal(steps.run(), expected) for _ in range(2))
     captured.close()
@@ -252,13 +253,13 @@ def test_steps_that_are_closed_are_refused(captured):
     steps = Steps(captured)
     steps.run()
     captured.close()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"captured steps {captured.number} are not open"):
+    with pytest.raises(REFUSED, match=f"captured steps {captured.number} are not open"):
         steps.run()
 
 
 def test_a_step_without_room_is_refused(captured, monkeypatch):
     monkeypatch.setattr(CapturedSteps, "reserve", lambda self, **sizes: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"wanted \d+ bytes, reserved are 0"):
+    with pytest.raises(REFUSED, match=r"wanted \d+ bytes, reserved are 0"):
         Steps(captured).run()
 
 
@@ -272,14 +273,14 @@ def test_weights_that_do_not_fit_are_refused(captured):
         held = dataclasses.replace(steps.step, pool=PagedKV(pool))
         return captured_forward(captured, model, held, steps.tokens, steps.positions, ())
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="norms: wanted 320 elements, got 256"):
+    with pytest.raises(REFUSED, match="norms: wanted 320 elements, got 256"):
         jax.block_until_ready(jax.jit(call)(steps.leaves, steps.step.pool.data))
 
 
 def test_a_layer_that_does_not_exist_cannot_be_observed(captured):
     steps = Steps(captured)
     program = captured_program(captured, abstract_model(PLAIN, jnp.bfloat16), steps.step, (3,))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="wanted points from -1 to 2, got 3"):
+    with pytest.raises(REFUSED, match="wanted points from -1 to 2, got 3"):
         program(steps.leaves, steps.step.pool.data, steps.tokens, steps.positions)
 
 
